@@ -1,0 +1,49 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types verify bench docs clean
+
+help:  ## List the targets.
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+demo: .venv/.installed  ## Run the demonstration.
+	$(BIN)/python examples/demo.py
+
+# One thread a worker: the two pytest workers then share two cores without fighting for them.
+test: lint types  ## Run every check: style, imports, types, tests with coverage.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+lint: .venv/.installed  ## Check style, formatting and the layers of imports.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo
+
+types: .venv/.installed  ## Check the types of the library.
+	$(BIN)/mypy
+
+verify: .venv/.installed  ## Run the full-size checks; they write results/verify/*.json.
+	$(BIN)/python -m pytest -m verify -n 0 -v
+
+bench: .venv/.bench  ## Compare with other libraries, interleaved in one run.
+	$(BIN)/python benchmarks/run.py
+
+docs: .venv/.docs  ## Build the documentation into site/.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:  ## Remove .venv and everything that was built.
+	rm -rf .venv site dist .coverage .coverage.* .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+.venv/.installed: pyproject.toml constraints.txt
+	@echo "installing opteq and its tools into .venv"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/.docs .venv/.bench: .venv/.%: .venv/.installed
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$*]'
+	@touch $@

@@ -1,0 +1,354 @@
+"""The solved z as one node of the autograd graph: exact derivatives of every order, in every mode.
+
+With z = f(z; theta), the derivative of z is itself an equilibrium:
+
+    backward   v = J' v + g,              then  grad_theta = (df/dtheta)' v
+    forward    t = J t + (df/dtheta) dtheta
+
+so each is solved by the same node, which makes it differentiable in turn. Every tensor of the map is an explicit input of the
+node: torch.func can then unwrap them before the loop runs, and vmap can fold its dimension into the batch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from opteq.checks import all_finite
+from opteq.linear import LinearizedMap
+from opteq.solve import Map, Solution, Solver, Status, Stop, Trace, norm, per_sample_like, solve
+
+Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # z, codes, residual, steps
+
+
+class Report(Protocol):
+    """What to do with a Solution as soon as it is known: warn, raise or ignore."""
+
+    def __call__(self, solution: Solution, phase: str) -> None: ...
+
+
+_logs: ContextVar[tuple["Log", ...]] = ContextVar("opteq_logs", default=())
+
+
+class Log(list[Solution]):
+    """The solutions collected by `record()`, in the order in which they were solved; backward solves come in turn."""
+
+    open: bool = True
+
+
+@contextmanager
+def record() -> Iterator[Log]:
+    """`with record() as log:` collects every Solution, with its trace, that is solved inside: forward, backward and tangent ones."""
+    log = Log()
+    token = _logs.set((*_logs.get(), log))
+    try:
+        yield log
+    finally:
+        _logs.reset(token)
+        log.open = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All of an equilibrium but its tensors: how to solve it, how to solve its derivatives, whom to tell."""
+
+    solver: Solver
+    stop: Stop
+    linear: Callable[[Map], Solver]
+    linear_stop: Callable[[torch.dtype], Stop]
+    report: Report
+    phase: str = "forward"
+    order: int = 0  # of the derivative that is being solved for, where f captures tensors
+    logs: tuple[Log, ...] = ()
+
+    def derived(self, fn: Map, dtype: torch.dtype, phase: str) -> "Problem":
+        """The problem of the adjoint or the tangent of fn."""
+        return replace(self, solver=self.linear(fn), stop=self.linear_stop(dtype), phase=phase)
+
+
+@dataclass
+class Record:
+    """What a solve found that is no tensor."""
+
+    evals: int = 0
+    trace: Trace | None = None
+    nonfinite: bool = False
+
+
+def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = None) -> tuple[Solution, Record]:
+    """The solution of z = f(z), its z attached to the graph of the tensors that f uses; and the record of the solve.
+
+    `closed`: whether those tensors are all fields of fn; None finds out.
+    """
+    problem = replace(problem, logs=(*_logs.get(), *(log for log in problem.logs if log not in _logs.get())))
+    found = Record()
+    if closed or (closed is None and _is_closed(fn, z0)):
+        operands = (leaf.tensor for leaf in fn.leaves())
+        outputs = cast(Outputs, _Equilibrium.apply(problem, fn.emptied(), found, z0.detach(), *operands))
+    else:
+        outputs = _attach(fn, z0, problem, found)
+    z, codes, residual, steps = outputs
+    return Solution(z, codes, residual, steps, found.evals, problem.stop, found.trace), found
+
+
+_HAND_OVER = (
+    "(a) Pass it through x, (b) give FunctionCell an nn.Module that owns it instead of a function that captures it, "
+    "(c) write a Cell whose Map has it as a field."
+)
+
+
+def _is_closed(fn: Map, z0: Tensor) -> bool:
+    """Whether every tensor with derivatives that f uses is an operand: declared, or found by evaluating f on constants."""
+    if fn.closed or z0.shape[0] == 0:
+        return True
+
+    def constant(tensor: Tensor, batched: bool) -> Tensor:
+        shape = (1, *tensor.shape[1:]) if batched and fn.independent else tensor.shape
+        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+
+    with temporarily_clear_interpreter_stack(), torch.enable_grad(), torch.autocast(z0.device.type, enabled=False):
+        plain = fn.replace_leaves(lambda leaf: constant(leaf.tensor, leaf.per_sample))
+        try:
+            with _Spy():
+                out = plain(constant(z0, True))
+        except _TransformedError as found:
+            if found.mapped:
+                raise RuntimeError("f captures a tensor that torch.func.vmap maps over, and cannot see. " + _HAND_OVER) from None
+            return False
+    captured = out.requires_grad and torch.is_grad_enabled()
+    return not captured and forward_ad.unpack_dual(out).tangent is None
+
+
+class _TransformedError(Exception):
+    """A function used a tensor that belongs to a torch.func transform."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.mapped = _is_mapped(tensor)
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether torch.func.vmap, at any level, maps over the tensor."""
+    mapped = False
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        mapped |= torch._C._functorch.is_batchedtensor(tensor)
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return mapped
+
+
+class _Spy(TorchFunctionMode):
+    """Raises _TransformedError when a tensor of a torch.func transform is used."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = (item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor))
+        transformed = [item for item in tensors if torch._C._functorch.is_functorch_wrapped_tensor(item)]
+        try:
+            out = func(*args, **(kwargs or {}))
+        except RuntimeError:
+            if transformed:
+                raise _TransformedError(transformed[0]) from None
+            raise
+        if transformed and isinstance(out, Tensor):  # more than a look at a shape or a flag
+            raise _TransformedError(transformed[0])
+        return out
+
+
+def _run(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
+    """Solve on plain tensors, tell the log and the policy."""
+    _check_parameters(fn)
+    solution = solve(fn, z0, problem.solver, problem.stop, record=any(log.open for log in problem.logs))
+    found.evals += solution.evals
+    found.trace = solution.trace
+    found.nonfinite |= Status.NONFINITE in solution.statuses
+    for log in problem.logs:
+        if log.open:
+            log.append(solution)
+    problem.report(solution, problem.phase)
+    return solution.z, solution.codes, solution.residual, solution.steps
+
+
+def _check_parameters(fn: Map) -> None:
+    for leaf in fn.leaves():
+        if not leaf.per_sample and not all_finite(leaf.tensor):
+            raise ValueError(f"The '{leaf.name}' parameter of {type(fn).__name__} must be finite. Got NaN or infinity instead.")
+
+
+class _Equilibrium(torch.autograd.Function):
+    """z = f(z; operands) for maps whose tensors are all operands."""
+
+    @staticmethod
+    def forward(problem: Problem, template: Map, found: Record, z0: Tensor, *operands: Tensor) -> Outputs:
+        return _run(template.filled(operands), z0, problem, found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+        ctx.problem, ctx.template, found, _, *operands = inputs
+        ctx.nonfinite = found.nonfinite
+        z, codes, residual, steps = output
+        ctx.mark_non_differentiable(codes, residual, steps)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operands, z, codes)
+        ctx.save_for_forward(*operands, z, codes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *operands, z, codes = ctx.saved_tensors
+        g, needed = grads[0], ctx.needs_input_grad[4:]
+        if g is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if ctx.nonfinite:
+            operands, z, g = quarantined(ctx.template, operands, z, g, codes)
+        fn = ctx.template.filled(operands)
+        v = _linearized(fn, z, g, ctx.problem, transposed=True, closed=True)
+        wanted = [i for i, need in enumerate(needed) if need]
+        _, pull = torch.func.vjp(_partial(ctx.template, operands, wanted, z), *(operands[i] for i in wanted))
+        with torch.autocast(z.device.type, enabled=False):
+            found = iter(pull(v))
+        return (None, None, None, None, *(next(found) if need else None for need in needed))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        *operands, z, codes = (_primal(t) for t in ctx.saved_tensors)
+        given = [_primal(t) if t is not None else None for t in tangents[4:]]
+        wanted = [i for i, t in enumerate(given) if t is not None]
+        # PyTorch turns forward mode off in here, which would make forward-over-forward silently wrong.
+        with forward_ad._set_fwd_grad_enabled(True):
+            if ctx.nonfinite:
+                operands, z, _ = quarantined(ctx.template, operands, z, z, codes)
+            partial, chosen = _partial(ctx.template, operands, wanted, z), [operands[i] for i in wanted]
+            _, push = torch.func.vjp(lambda v: torch.func.vjp(partial, *chosen)[1](v), torch.zeros_like(z))
+            (source,) = push(tuple(given[i] for i in wanted))
+            tangent = _linearized(ctx.template.filled(operands), z, source, ctx.problem, transposed=False, closed=True)
+        return tangent, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], problem: Problem, template: Map, found: Record, *tensors: Tensor
+    ) -> tuple[Outputs, tuple[int, int, int, int]]:
+        dims = in_dims[3:]
+        batched = [True, *(leaf.per_sample for leaf in template.leaves())]
+        foldable = template.independent and all(per or dim is None for per, dim in zip(batched, dims, strict=True))
+        run = _fold if foldable else _each
+        outputs = run(info.batch_size, dims, batched, tensors, lambda *args: _Equilibrium.apply(problem, template, found, *args))
+        return outputs, (0, 0, 0, 0)
+
+
+def _primal(tensor: Tensor) -> Tensor:
+    return forward_ad.unpack_dual(tensor).primal
+
+
+def _fold(size: int, dims: Sequence[int | None], batched: Sequence[bool], tensors: Sequence[Tensor], apply: Callable[..., Any]) -> Outputs:
+    """vmap by solving all mapped copies as one larger batch."""
+
+    def folded(tensor: Tensor, dim: int | None, per: bool) -> Tensor:
+        if not per:
+            return tensor
+        stacked = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        return stacked.flatten(0, 1)
+
+    outputs = apply(*(folded(*item) for item in zip(tensors, dims, batched, strict=True)))
+    return cast(Outputs, tuple(out.unflatten(0, (size, -1)) if out.numel() else out.reshape(size, -1, *out.shape[1:]) for out in outputs))
+
+
+def _each(size: int, dims: Sequence[int | None], batched: Sequence[bool], tensors: Sequence[Tensor], apply: Callable[..., Any]) -> Outputs:
+    """vmap by solving one copy after the other: needed when weights are mapped too (ensembles)."""
+    runs = [apply(*(t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True))) for i in range(size)]
+    return cast(Outputs, tuple(torch.stack(outs) for outs in zip(*runs, strict=True)))
+
+
+def _partial(template: Map, operands: Sequence[Tensor], wanted: Sequence[int], z: Tensor) -> Callable[..., Tensor]:
+    """f at z as a function of some operands."""
+
+    def partial(*chosen: Tensor) -> Tensor:
+        full = list(operands)
+        for i, tensor in zip(wanted, chosen, strict=True):
+            full[i] = tensor
+        return template.filled(full)(z)
+
+    return partial
+
+
+def _linearized(fn: Map, z: Tensor, g: Tensor, problem: Problem, *, transposed: bool, closed: bool) -> Tensor:
+    """v = J'v + g or v = Jv + g, attached to the graph of z, g and the tensors of fn."""
+    equation = LinearizedMap(fn, z, g, transposed)
+    phase = "backward" if transposed else "tangent"
+    return equilibrium(equation, torch.zeros_like(g), problem.derived(fn, z.dtype, phase), closed=closed)[0].z
+
+
+def quarantined(template: Map, operands: Sequence[Tensor], z: Tensor, g: Tensor, codes: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Replace samples that met NaN or infinity by zeros with a zero cotangent: they must not spoil the gradient of the others."""
+    sound = codes != tuple(Status).index(Status.NONFINITE)
+
+    def clean(tensor: Tensor) -> Tensor:
+        return torch.where(per_sample_like(sound, tensor), tensor, torch.zeros_like(tensor))
+
+    marks = [leaf.per_sample for leaf in template.leaves()]
+    return [clean(t) if per else t for t, per in zip(operands, marks, strict=True)], clean(z), clean(g)
+
+
+def _attach(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
+    """The equilibrium of a map that captures tensors: solve, then hang the solution on the graph of f by two Newton steps.
+
+    Each step is z <- z + (I - J)^-1 (f(z) - z), which changes no value. The first makes first derivatives exact, the second
+    makes second derivatives exact; higher ones are refused.
+    """
+    if problem.order > 2:
+        raise RuntimeError("f captures tensors; their derivatives are exact up to the second order only. " + _HAND_OVER)
+    if _is_mapped(z0) or any(_is_mapped(leaf.tensor) for leaf in fn.leaves()):
+        raise RuntimeError(_NOT_MAPPED)
+    with torch.no_grad():
+        z, codes, residual, steps = _run(fn.detach(), z0.detach(), problem, found)
+    seen: list[Tensor] = []
+    with torch.autocast(z.device.type, enabled=False):
+        inner = _NewtonStep.apply(z, fn(z) - z, fn, problem, seen, True)
+        outer = _NewtonStep.apply(inner, fn(inner) - inner, fn, problem, seen, False)
+    return outer, codes, residual, steps
+
+
+_NOT_MAPPED = "f captures a tensor that has derivatives, so torch.func.vmap cannot map over f or its gradient. " + _HAND_OVER
+
+
+class _NewtonStep(torch.autograd.Function):
+    """z in value; dz + (I - J)^-1 dgap in derivative."""
+
+    @staticmethod
+    def forward(z: Tensor, gap: Tensor, fn: Map, problem: Problem, seen: list[Tensor], inner: bool) -> Tensor:
+        return z.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, ctx.fn, ctx.problem, ctx.seen, ctx.inner = inputs
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (z,), g = ctx.saved_tensors, grads[0]
+        if ctx.inner and _negligible(g, ctx.seen, ctx.problem):
+            return (None,) * 6
+        if not ctx.inner and not torch._C._functorch.is_functorch_wrapped_tensor(g):
+            ctx.seen[:] = [norm(g.detach())]
+        problem = replace(ctx.problem, order=ctx.problem.order + 1)
+        return g, _linearized(ctx.fn, z, g, problem, transposed=True, closed=False), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        raise RuntimeError("f captures a tensor that has a forward-mode tangent, and cannot see it. " + _HAND_OVER)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        raise RuntimeError(_NOT_MAPPED)
+
+
+def _negligible(g: Tensor, seen: list[Tensor], problem: Problem) -> bool:
+    """Whether the outer step, in the same backward pass, has left only the error of its linear solve, g - (I - J') v."""
+    if not seen:
+        return False
+    return bool((norm(g.detach()) <= 10 * problem.linear_stop(g.dtype).rtol * seen.pop()).all())

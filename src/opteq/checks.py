@@ -1,0 +1,61 @@
+"""Argument checks with one wording: "The 'x' parameter of C must be .... Got ... instead."."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def invalid(owner: object, name: str, expected: str, got: object) -> str:
+    """The text of every parameter error."""
+    title = owner if isinstance(owner, str) else type(owner).__name__
+    return f"The '{name}' parameter of {title} must be {expected}. Got {got!r} instead."
+
+
+def check_integer(owner: object, name: str, value: object, least: int) -> None:
+    """Raise unless `value` is an int (not a bool) of at least `least`."""
+    expected = f"an integer >= {least}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(invalid(owner, name, expected, value))
+    if value < least:
+        raise ValueError(invalid(owner, name, expected, value))
+
+
+def check_number(owner: object, name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raise unless `value` is a real number in [low, high], or (low, high] when `open_low`; an infinite end is never included."""
+    upper = f" and <= {high:g}" if math.isfinite(high) else ""
+    expected = f"a finite number {'>' if open_low else '>='} {low:g}{upper}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(invalid(owner, name, expected, value))
+    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+        raise ValueError(invalid(owner, name, expected, value))
+
+
+def check_instance(owner: object, name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise TypeError unless `value` is an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(invalid(owner, name, expected, value))
+
+
+def check_floating(owner: object, name: str, value: object) -> None:
+    """Raise TypeError unless `value` is a tensor of real floating-point numbers."""
+    if not isinstance(value, Tensor):
+        raise TypeError(invalid(owner, name, "a floating-point tensor", type(value).__name__))
+    if not value.is_floating_point():
+        raise TypeError(invalid(owner, name, "a floating-point tensor", value.dtype))
+
+
+def check_shape(owner: object, name: str, value: Tensor, trailing: Sequence[int]) -> None:
+    """Raise ValueError unless `value` has the shape [batch, *trailing]."""
+    if value.ndim != 1 + len(trailing) or tuple(value.shape[1:]) != tuple(trailing):
+        wanted = ", ".join(["batch", *map(str, trailing)])
+        raise ValueError(invalid(owner, name, f"of shape [{wanted}]", list(value.shape)))
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether every entry is finite; one pass, no temporary of the tensor's size."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,0 +1,122 @@
+"""Equilibrium: the layer x -> z with z = f(z, x); Cell: the parameters of f."""
+
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from opteq.checks import check_floating, check_instance, invalid
+from opteq.gradients import Gradient, Implicit
+from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop
+
+__all__ = ["Cell", "ConvergenceWarning", "Equilibrium", "OnFailure"]
+
+OnFailure = Literal["warn", "raise", "ignore"]
+
+
+class ConvergenceWarning(UserWarning):
+    """Some samples, or their gradients, were not solved to the tolerance."""
+
+
+class Cell(nn.Module, ABC):
+    """The parameters of one application of f. Subclasses define `bind`, and set `state_shape` or override `initial`."""
+
+    state_shape: tuple[int, ...]
+
+    @abstractmethod
+    def bind(self, x: Tensor) -> Map:
+        """f(., x): what the iteration need not repeat (injections, constrained weights, dropout masks) is done here, once."""
+
+    def initial(self, x: Tensor) -> Tensor:
+        """z0: zeros of shape [batch, *state_shape] in the promoted dtype of x and the parameters."""
+        return torch.zeros(x.shape[0], *self.state_shape, dtype=self.promoted(x), device=x.device)
+
+    def promoted(self, x: Tensor) -> torch.dtype:
+        """The dtype that x and the floating-point parameters promote to."""
+        dtype = x.dtype
+        for parameter in self.parameters():
+            if parameter.is_floating_point():
+                dtype = torch.promote_types(dtype, parameter.dtype)
+        return dtype
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """Reports failures as `on_failure` says."""
+
+    on_failure: OnFailure
+
+    def __call__(self, solution: Solution, phase: str) -> None:
+        if self.on_failure == "ignore" or solution.status is Status.CONVERGED:
+            return
+        message = f"Equilibrium, {phase} solve: {solution.explain()}"
+        if self.on_failure == "raise":
+            raise ConvergenceError(message, solution)
+        warnings.warn(message, ConvergenceWarning, stacklevel=2)
+
+
+class Equilibrium(nn.Module):
+    """x -> z with z = f(z, x), f given by a cell. Works like any module: nn.Sequential, torch.func, double backward.
+
+    `solver`: a Solver; None takes one that fits. `stop`: the tolerance of each sample. `gradient`: Implicit() (exact) by default.
+    `on_failure`: what to do about samples that do not converge, forward or backward: "warn", "raise" or "ignore".
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        solver: Solver | None = None,
+        stop: Stop | None = None,
+        gradient: Gradient | None = None,
+        on_failure: OnFailure = "warn",
+    ) -> None:
+        super().__init__()
+        check_instance(self, "cell", cell, Cell, "a Cell (wrap a function f(z, x) in FunctionCell)")
+        check_instance(self, "solver", solver, (Solver, type(None)), "a Solver, such as Anderson(), or None")
+        check_instance(self, "stop", stop, (Stop, type(None)), "a Stop")
+        check_instance(self, "gradient", gradient, (Gradient, type(None)), "a gradient strategy, such as Implicit()")
+        if on_failure not in ("warn", "raise", "ignore"):
+            raise ValueError(invalid(self, "on_failure", "'warn', 'raise' or 'ignore'", on_failure))
+        self.cell = cell
+        self.solver = solver
+        self.stop = Stop() if stop is None else stop
+        self.gradient = Implicit() if gradient is None else gradient
+        self.on_failure: OnFailure = on_failure
+
+    def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
+        """The equilibrium of every sample of x, begun at z0 (default: the cell's `initial`)."""
+        return self.solve(x, z0).z
+
+    def solve(self, x: Tensor, z0: Tensor | None = None) -> Solution:
+        """The same with its status, residual and number of steps; `z` carries derivatives."""
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()
+        return self._solve(x, z0)
+
+    def _solve(self, x: Tensor, z0: Tensor | None) -> Solution:
+        check_floating(self, "x", x)
+        if x.ndim == 0:
+            raise ValueError(invalid(self, "x", "of shape [batch, ...]", list(x.shape)))
+        for name, parameter in self.cell.named_parameters():
+            if parameter.device != x.device:
+                raise ValueError(invalid(self, "x", f"on {parameter.device}, where '{name}' of the cell is", str(x.device)))
+        fn = self.cell.bind(x)
+        start = self._start(x, z0)
+        fn = fn.replace_leaves(lambda leaf: leaf.tensor.to(start.dtype) if leaf.tensor.is_floating_point() else leaf.tensor)
+        return self.gradient.attach(fn, start, self.solver, self.stop, _Policy(self.on_failure))
+
+    def _start(self, x: Tensor, z0: Tensor | None) -> Tensor:
+        initial = self.cell.initial(x)
+        if z0 is None:
+            return initial
+        check_floating(self, "z0", z0)
+        if z0.shape != initial.shape or z0.device != initial.device:
+            expected = f"of shape {list(initial.shape)} on {initial.device}"
+            raise ValueError(invalid(self, "z0", expected, f"{list(z0.shape)} on {z0.device}"))
+        return z0.detach()
+
+    def extra_repr(self) -> str:
+        return f"solver={self.solver}, stop={self.stop}, gradient={self.gradient}, on_failure={self.on_failure!r}"

@@ -1,0 +1,197 @@
+"""How an equilibrium is differentiated: exactly (Implicit), through a fixed depth (Unrolled), or approximately."""
+
+from abc import ABC, abstractmethod
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from opteq.autograd import Problem, Report, equilibrium, quarantined
+from opteq.checks import check_instance, check_integer, check_number
+from opteq.linear import linear_solver
+from opteq.solve import Map, Solution, Solver, State, Status, Stop
+from opteq.solvers import Anderson, Picard
+
+if TYPE_CHECKING:
+    from opteq.equilibrium import Equilibrium
+
+__all__ = ["Gradient", "Implicit", "JacobianFree", "Phantom", "Unrolled", "gradient_error"]
+
+
+class Gradient(ABC):
+    """A strategy that solves z = f(z) and attaches the solution to the autograd graph."""
+
+    @abstractmethod
+    def attach(self, fn: Map, z0: Tensor, solver: Solver | None, stop: Stop, report: Report) -> Solution:
+        """The solution, its z carrying derivatives."""
+
+
+def default_solver(fn: Map) -> Solver:
+    """The method taken when none is named."""
+    return Anderson()
+
+
+@dataclass(frozen=True)
+class Implicit(Gradient):
+    """Exact: v = J'v + dloss/dz, then one vjp through f (implicit function theorem). Memory does not grow with the steps.
+
+    `stop`: for the linear solve; by default its rtol is a tenth of the forward one, but at least 50 times the precision.
+    `linear`: CG(), GMRES(), Neumann() or any solver; by default CG for symmetric Jacobians and GMRES for others.
+    """
+
+    stop: Stop | None = None
+    linear: Solver | None = None
+
+    def __post_init__(self) -> None:
+        check_instance(self, "stop", self.stop, (Stop, type(None)), "a Stop or None")
+        check_instance(self, "linear", self.linear, (Solver, type(None)), "a Solver, such as GMRES(), or None")
+
+    def attach(self, fn: Map, z0: Tensor, solver: Solver | None, stop: Stop, report: Report) -> Solution:
+        return equilibrium(fn, z0, self.problem(fn, solver, stop, report))[0]
+
+    def problem(self, fn: Map, solver: Solver | None, stop: Stop, report: Report) -> Problem:
+        """What autograd must know: the solver and the stop of the equilibrium and of its derivatives."""
+
+        def linear(base: Map) -> Solver:
+            return linear_solver(base) if self.linear is None else self.linear
+
+        def linear_stop(dtype: torch.dtype) -> Stop:
+            rtol = max(0.1 * stop.rtol, 50 * torch.finfo(dtype).eps)
+            return Stop(rtol=rtol, max_steps=max(200, stop.max_steps)) if self.stop is None else self.stop
+
+        return Problem(default_solver(fn) if solver is None else solver, stop, linear, linear_stop, report)
+
+
+@dataclass(frozen=True)
+class _Hold(Solver):
+    """Stays where it is: for judging a given z."""
+
+    def init(self, fn: Map, z0: Tensor) -> State:
+        return State(z0, fn(z0), 1)
+
+    def step(self, fn: Map, state: State) -> State:
+        return state
+
+
+@dataclass(frozen=True)
+class Unrolled(Gradient):
+    """z after exactly `steps` steps of the solver (Picard by default), differentiated through every one: a weight-tied network.
+
+    The depth is part of the model, so a residual above the tolerance is no failure: it is told in the Solution, without a
+    warning. NaN, infinity and divergence are failures as ever.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_integer(self, "steps", self.steps, 1)
+
+    def attach(self, fn: Map, z0: Tensor, solver: Solver | None, stop: Stop, report: Report) -> Solution:
+        solver = Picard() if solver is None else solver
+        if not solver.differentiable:
+            name = type(solver).__name__
+            raise TypeError(f"Unrolled needs a solver whose steps can be differentiated, such as Picard. Got {name} instead.")
+        with torch.autocast(z0.device.type, enabled=False):
+            state = solver.init(fn, z0)
+            for _ in range(self.steps):
+                state = solver.step(fn, state)
+
+        def report_unless_slow(solution: Solution, phase: str) -> None:
+            if solution.status is not Status.MAX_STEPS:
+                report(solution, phase)
+
+        judged = _value(fn, state.z, _Hold(), replace(stop, max_steps=1), report_unless_slow)[0]
+        return replace(judged, z=state.z, steps=torch.full_like(judged.steps, self.steps), evals=state.evals + judged.evals)
+
+
+@dataclass(frozen=True)
+class Phantom(Gradient):
+    """Approximate: solve, then differentiate through `steps` damped steps z <- (1 - damping) z + damping f(z) from the solution.
+
+    The value is the solver's z. Geng et al. (2021), "On training implicit models".
+    """
+
+    steps: int = 5
+    damping: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_integer(self, "steps", self.steps, 1)
+        check_number(self, "damping", self.damping, 0.0, 1.0, open_low=True)
+
+    def attach(self, fn: Map, z0: Tensor, solver: Solver | None, stop: Stop, report: Report) -> Solution:
+        solution, nonfinite = _value(fn, z0, default_solver(fn) if solver is None else solver, stop, report)
+        z = solution.z
+        if nonfinite:
+            operands, z, _ = quarantined(fn, [leaf.tensor for leaf in fn.leaves()], z, z, solution.codes)
+            fn = fn.filled(operands)
+        carrier = z
+        with torch.autocast(z.device.type, enabled=False):
+            for _ in range(self.steps):
+                carrier = torch.lerp(carrier, fn(carrier), self.damping)
+        return replace(solution, z=_Carried.apply(solution.z, carrier))
+
+
+@dataclass(frozen=True)
+class JacobianFree(Gradient):
+    """Approximate: (I - J')^-1 is replaced by I, so the gradient is that of one step f(z) at the solution. Fung et al. (2022)."""
+
+    def attach(self, fn: Map, z0: Tensor, solver: Solver | None, stop: Stop, report: Report) -> Solution:
+        return Phantom(steps=1, damping=1.0).attach(fn, z0, solver, stop, report)
+
+
+def _value(fn: Map, z0: Tensor, solver: Solver, stop: Stop, report: Report) -> tuple[Solution, bool]:
+    """The solution as a constant, and whether a sample met NaN or infinity."""
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+        solution, found = equilibrium(fn.detach(), z0.detach(), Implicit().problem(fn, solver, stop, report))
+    return solution, found.nonfinite
+
+
+class _Carried(torch.autograd.Function):
+    """z in value, the carrier in derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor, carrier: Tensor) -> Tensor:
+        return z.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        tangent: Tensor = tangents[1]
+        return tangent.clone()
+
+
+def gradient_error(layer: "Equilibrium", x: Tensor, seed: int = 0) -> float:
+    """|g - g*| / |g*|: the layer's gradient in x and its parameters for a random cotangent, against the exact implicit one.
+
+    The exact one is computed in float64 at a relative residual of 1e-12 where the cell can be cast (what a plain function
+    captures cannot), and raises ConvergenceError if that is not reached.
+    """
+    exact = deepcopy(layer).double()
+    exact.stop = Stop(rtol=1e-12, max_steps=max(10_000, layer.stop.max_steps))
+    exact.gradient, exact.solver, exact.on_failure = Implicit(Stop(rtol=1e-12, max_steps=10_000)), None, "raise"
+    given, wanted = _gradient(layer, x, seed), _gradient(exact, x.double(), seed)
+    difference = torch.stack([torch.linalg.vector_norm(a - b) for a, b in zip(given, wanted, strict=True)])
+    scale = torch.stack([torch.linalg.vector_norm(b) for b in wanted])
+    return (torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(scale)).item()
+
+
+def _gradient(layer: "Equilibrium", x: Tensor, seed: int) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        z = layer(x)
+        cotangent = torch.randn(z.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        found = torch.autograd.grad(z, inputs, cotangent.to(z), allow_unused=True, materialize_grads=True)
+    return [g.double() for g in found]

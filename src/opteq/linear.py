@@ -1,0 +1,267 @@
+"""Linear equilibria v = M v + g, that is (I - M) v = g, for each sample: CG, GMRES and the Neumann series.
+
+They are Solvers like any other and run in the one loop of `solve`, which stops each sample on its own true residual.
+M is the Jacobian of a map, or its transpose, known by its products only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from opteq.checks import check_integer
+from opteq.solve import Jacobian, Map, Solver, State, norm, per_sample, per_sample_like
+from opteq.tree import Leaf
+
+__all__ = ["CG", "GMRES", "LinearizedMap", "Neumann", "compacted", "linear_solver"]
+
+
+@dataclass(frozen=True)
+class LinearizedMap(Map):
+    """v -> J v + g, or v -> J' v + g when `transposed`, with J the Jacobian of `base` at z.
+
+    Its equilibria are the tangent and the adjoint of the equilibrium of `base`.
+    """
+
+    base: Map
+    z: Tensor = per_sample()
+    g: Tensor = per_sample()
+    transposed: bool = True
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        return self.base.closed
+
+    @property
+    def symmetric(self) -> bool:  # type: ignore[override]
+        return self.base.symmetric
+
+    @property
+    def independent(self) -> bool:  # type: ignore[override]
+        return self.base.independent
+
+    @cached_property
+    def jacobian(self) -> Jacobian:
+        """J, linearised once however many products follow."""
+        return self.base.linearize(self.z)
+
+    def product(self, v: Tensor) -> Tensor:
+        """M v."""
+        return self.jacobian.vjp(v) if self.transposed else self.jacobian.jvp(v)
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return self.product(v) + self.g
+
+    def linearize(self, z: Tensor) -> Jacobian:
+        forward, backward = self.jacobian.jvp, self.jacobian.vjp
+        jvp, vjp = (backward, forward) if self.transposed else (forward, backward)
+        return Jacobian(jvp=jvp, vjp=vjp, symmetric=self.symmetric)
+
+
+def linear_solver(fn: Map) -> "CG | GMRES":
+    """The method that fits the structure of a map's Jacobian: CG if it is symmetric, else GMRES."""
+    return CG() if fn.symmetric else GMRES()
+
+
+def _linear(solver: Solver, fn: Map) -> LinearizedMap:
+    if not isinstance(fn, LinearizedMap):
+        name = type(solver).__name__
+        raise TypeError(
+            f"{name} solves linear equilibria v = M v + g, given as a LinearizedMap. Got {type(fn).__name__} instead; "
+            "solvers that fit any map are Picard, Anderson, Broyden and Newton."
+        )
+    return fn
+
+
+def _start(fn: LinearizedMap, v0: Tensor) -> tuple[Tensor, int]:
+    """The residual g - (I - M) v0, and what it cost."""
+    return (fn(v0) - v0, 1) if v0.any() else (fn.g, 0)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).flatten(1).sum(1)
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b where b > 0, else 0."""
+    return torch.where(b > 0, a / b, torch.zeros_like(a))
+
+
+def compacted(leaf: Leaf, rows: Tensor) -> Tensor:
+    """Some rows (ascending) of a solver's own tensor, moved to its front in place: memory never holds the history twice."""
+    tensor, kept = leaf.tensor, rows.numel()
+    chunk = -(-kept // max(1, tensor.shape[1] if tensor.ndim > 2 else 1))
+    for a in range(0, kept, max(1, chunk)):
+        part = rows[a : a + chunk]
+        tensor[a : a + part.numel()] = tensor[part]  # rows[i] >= i, so nothing is overwritten before it is read
+    return tensor[:kept]
+
+
+@dataclass(frozen=True)
+class CGState(State):
+    """The iterate is z + unit x: directions and residuals are kept near 1, so that no scale of g overflows."""
+
+    x: Tensor
+    r: Tensor
+    p: Tensor
+    rr: Tensor
+    unit: Tensor
+
+    def candidate(self) -> Tensor:
+        return self.z + per_sample_like(self.unit, self.x) * self.x
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        size = self.rr.sqrt() * self.unit
+        return size, torch.maximum(norm(self.candidate()), size)
+
+    def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
+        true = (fz - z) / per_sample_like(self.unit[rows], z)
+        r, p = self.r.index_copy(0, rows, true), self.p.index_copy(0, rows, true)
+        return replace(self, r=r, p=p, rr=self.rr.index_copy(0, rows, _dot(true, true)))
+
+
+@dataclass(frozen=True)
+class CG(Solver):
+    """Conjugate gradients for (I - M) v = g with M symmetric and I - M positive definite; one product a step, five vectors.
+
+    Hestenes and Stiefel (1952). Where I - M turns out not to be positive definite, a sample stops moving and does not converge.
+    """
+
+    def init(self, fn: Map, z0: Tensor) -> CGState:
+        r, evals = _start(_linear(self, fn), z0)
+        size = norm(r)
+        unit = torch.where(size > 0, size, torch.ones_like(size))
+        r = r / per_sample_like(unit, r)
+        return CGState(z0, None, evals, x=torch.zeros_like(r), r=r, p=r, rr=_dot(r, r), unit=unit)
+
+    def step(self, fn: Map, state: State) -> CGState:
+        assert isinstance(state, CGState)
+        p = state.p
+        q = p - _linear(self, fn).product(p)
+        length = per_sample_like(_ratio(state.rr, _dot(p, q)), p)
+        x, r = torch.addcmul(state.x, length, p), torch.addcmul(state.r, length, q, value=-1)
+        rr = _dot(r, r)
+        p = torch.addcmul(r, per_sample_like(_ratio(rr, state.rr), p), p)
+        return replace(state, evals=state.evals + 1, x=x, r=r, p=p, rr=rr)
+
+
+@dataclass(frozen=True)
+class NeumannState(State):
+    r: Tensor
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        return norm(self.r), norm(self.z + self.r)
+
+    def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
+        return replace(self, r=self.r.index_copy(0, rows, fz - z))
+
+
+@dataclass(frozen=True)
+class Neumann(Solver):
+    """v = g + M g + M^2 g + ...: converges when the spectral radius of M is below 1; one product a step, two vectors."""
+
+    def init(self, fn: Map, z0: Tensor) -> NeumannState:
+        r, evals = _start(_linear(self, fn), z0)
+        return NeumannState(z0, None, evals, r)
+
+    def step(self, fn: Map, state: State) -> NeumannState:
+        assert isinstance(state, NeumannState)
+        return NeumannState(state.z + state.r, None, state.evals + 1, _linear(self, fn).product(state.r))
+
+
+@dataclass(frozen=True)
+class GMRESState(State):
+    """One cycle of Arnoldi's method from z: (I - M) V' = V' H, and H = Q' R by accumulated rotations."""
+
+    V: Tensor  # [batch, restart + 1, n], orthonormal rows
+    R: Tensor  # [batch, restart, restart], upper triangular
+    Q: Tensor  # [batch, restart + 1, restart + 1], orthogonal
+    beta: Tensor  # [batch], the residual at z
+    j: int  # columns so far
+
+    def weights(self) -> Tensor:
+        """y [batch, j], the least-squares solution min |beta e1 - H y|."""
+        j = self.j
+        R, rhs = self.R[:, :j, :j], self.beta[:, None] * self.Q[:, :j, 0]
+        diagonal = R.diagonal(dim1=1, dim2=2)
+        singular = diagonal == 0  # a breakdown: leave that direction out
+        R = R + torch.diag_embed(singular.to(R.dtype))
+        return torch.linalg.solve_triangular(R, torch.where(singular, 0, rhs)[:, :, None], upper=True)[:, :, 0]
+
+    def candidate(self) -> Tensor:
+        if self.j == 0:
+            return self.z
+        return self.z + torch.einsum("bj,bjn->bn", self.weights(), self.V[:, : self.j]).view_as(self.z)
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        size = self.beta * self.Q[:, self.j, 0].abs()
+        length = norm(self.weights()) if self.j else torch.zeros_like(size)
+        return size, torch.maximum(torch.hypot(norm(self.z), length), size)
+
+    def select(self, rows: Tensor) -> Self:
+        return self.replace_leaves(lambda leaf: compacted(leaf, rows) if leaf.name == "V" else leaf.tensor.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class GMRES(Solver):
+    """min |g - (I - M) v| over growing Krylov spaces, begun anew every `restart` steps; one product a step, restart + 3 vectors.
+
+    Saad and Schultz (1986), with Gram-Schmidt done twice.
+    """
+
+    restart: int = 30
+
+    def __post_init__(self) -> None:
+        check_integer(self, "restart", self.restart, 1)
+
+    def init(self, fn: Map, z0: Tensor) -> GMRESState:
+        r, evals = _start(_linear(self, fn), z0)
+        batch, n = z0.shape[0], r[0].numel()
+        V = r.new_zeros(batch, min(self.restart, n) + 1, n)
+        return _cycle(z0, r, V, evals)
+
+    def step(self, fn: Map, state: State) -> GMRESState:
+        assert isinstance(state, GMRESState)
+        fn = _linear(self, fn)
+        if state.j == state.R.shape[1]:
+            z = state.candidate()
+            state = _cycle(z, fn(z) - z, state.V, state.evals + 1)
+        return _expand(fn.product, state)
+
+
+def _cycle(z: Tensor, r: Tensor, V: Tensor, evals: int) -> GMRESState:
+    """The first state of a cycle from z with residual r; V is overwritten."""
+    batch, rows = V.shape[:2]
+    beta = norm(r)
+    V[:, 0] = torch.where(beta[:, None] > 0, r.flatten(1) / beta[:, None], torch.zeros_like(V[:, 0]))
+    Q = torch.eye(rows, dtype=V.dtype, device=V.device).repeat(batch, 1, 1)
+    return GMRESState(z, None, evals, V, V.new_zeros(batch, rows - 1, rows - 1), Q, beta, 0)
+
+
+def _expand(product: Callable[[Tensor], Tensor], state: GMRESState) -> GMRESState:
+    """One more column of H, rotated into R."""
+    V, R, Q, j = state.V, state.R, state.Q, state.j
+    v = V[:, j].view_as(state.z)
+    w = (v - product(v)).flatten(1)
+    basis = V[:, : j + 1]
+    h = torch.zeros_like(basis[:, :, 0])
+    for _ in range(2):
+        part = torch.einsum("bjn,bn->bj", basis, w)
+        w = w - torch.einsum("bj,bjn->bn", part, basis)
+        h = h + part
+    rest = norm(w)
+    dependent = rest <= torch.finfo(w.dtype).eps * norm(h)  # the Krylov space is exhausted
+    rest = torch.where(dependent, 0, rest)
+    V[:, j + 1] = torch.where(dependent[:, None], 0, w / rest[:, None])
+    column = torch.einsum("bij,bj->bi", Q[:, : j + 1, : j + 1], h)
+    length = torch.hypot(column[:, j], rest)
+    cos = torch.where(length > 0, column[:, j] / length, torch.ones_like(length))
+    sin = torch.where(length > 0, rest / length, torch.zeros_like(length))
+    R[:, :j, j], R[:, j, j] = column[:, :j], length
+    upper, lower = Q[:, j].clone(), Q[:, j + 1].clone()
+    Q[:, j] = cos[:, None] * upper + sin[:, None] * lower
+    Q[:, j + 1] = cos[:, None] * lower - sin[:, None] * upper
+    return replace(state, evals=state.evals + 1, j=j + 1)

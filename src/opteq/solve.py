@@ -1,0 +1,413 @@
+"""Solve z = f(z): the nouns Map, Solver, Stop, Status, Solution and the one loop that joins them.
+
+    x -> cell.bind(x) -> Map -> solve(Map, z0, solver, stop) -> Solution
+
+A Solver proposes, the loop decides. A sample counts as converged only if the residual of the z that is returned,
+|f(z) - z| <= atol + rtol |f(z)|, was evaluated and is small: undamped, per sample, the same for every solver.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from opteq.checks import check_floating, check_instance, check_integer, check_number, invalid
+from opteq.tree import Tree, per_sample
+
+__all__ = ["ConvergenceError", "Jacobian", "Map", "Solution", "Solver", "State", "Status", "Stop", "Trace", "per_sample", "solve"]
+
+
+class Status(Enum):
+    """What became of a sample, from good to bad; the value is the message with the remedy."""
+
+    CONVERGED = "converged: the residual of the returned z meets the tolerance."
+    MAX_STEPS = (
+        "stopped at max_steps: (a) raise Stop.max_steps, (b) loosen Stop.rtol, (c) take a faster solver "
+        "(Anderson, Broyden, Newton), (d) if the residual stalls, the map may be no contraction: lower the norm of its weights."
+    )
+    DIVERGED = (
+        "diverged: the iterates grow and the residual does not fall. (a) The equation may have no solution, "
+        "(b) the map may be no contraction: lower the norm of its weights, (c) try Anderson or Newton, or damping below 1."
+    )
+    NONFINITE = (
+        "met NaN or infinity: the best finite iterate is returned. (a) Look for NaN or infinity in this sample's input, "
+        "(b) f may be undefined where the iteration went, (c) the iterates may overflow: lower the norm of the weights."
+    )
+
+
+_CODES = tuple(Status)
+_MAX_STEPS, _DIVERGED, _NONFINITE = (_CODES.index(s) for s in (Status.MAX_STEPS, Status.DIVERGED, Status.NONFINITE))
+
+
+class ConvergenceError(RuntimeError):
+    """An equilibrium was not found; `solution` holds what was."""
+
+    def __init__(self, message: str, solution: "Solution") -> None:
+        super().__init__(message)
+        self.solution = solution
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop when |f(z) - z| <= atol + rtol |f(z)| for each sample, or after max_steps steps of the solver."""
+
+    rtol: float = 1e-4
+    atol: float = 0.0
+    max_steps: int = 100
+
+    def __post_init__(self) -> None:
+        check_number(self, "rtol", self.rtol, 0.0)
+        check_number(self, "atol", self.atol, 0.0)
+        check_integer(self, "max_steps", self.max_steps, 1)
+
+
+@dataclass(frozen=True)
+class Jacobian:
+    """J = f'(z) as two products, `jvp(v) = J v` and `vjp(v) = J' v`, each sample with its own J."""
+
+    jvp: Callable[[Tensor], Tensor]
+    vjp: Callable[[Tensor], Tensor]
+    symmetric: bool = False
+
+
+@dataclass(frozen=True)
+class Map(Tree, ABC):
+    """f, bound to its inputs: a frozen dataclass whose tensor fields are its operands, the per-sample ones marked `per_sample()`.
+
+    Subclasses define `__call__`; the rest is derived. Tensors that f uses but that are no fields still get gradients, at the
+    cost of one more evaluation a solve; declare `closed = True` when there are none.
+    """
+
+    closed: ClassVar[bool] = False  # every tensor that f uses is a field
+    symmetric: ClassVar[bool] = False  # J = J' at every z
+    independent: ClassVar[bool] = True  # f acts on each sample alone, so that some samples can be solved without the others
+
+    @abstractmethod
+    def __call__(self, z: Tensor) -> Tensor:
+        """f(z), of the shape and dtype of z: [batch, ...]."""
+
+    def linearize(self, z: Tensor) -> Jacobian:
+        """The Jacobian at z, by automatic differentiation; maps with structure override this with closed forms."""
+        _, pull = torch.func.vjp(self, z)
+
+        def vjp(v: Tensor) -> Tensor:
+            (product,) = pull(v)
+            return product
+
+        pushes: list[Callable[[Tensor], tuple[Tensor]]] = []  # J'v is linear in v, so its own transpose is J
+
+        def jvp(v: Tensor) -> Tensor:
+            if not pushes:
+                pushes.append(torch.func.vjp(lambda w: torch.func.vjp(self, z)[1](w)[0], torch.zeros_like(z))[1])
+            (product,) = pushes[0](v)
+            return product
+
+        return Jacobian(jvp=jvp, vjp=vjp, symmetric=self.symmetric)
+
+    def select(self, rows: Tensor) -> Self:
+        """The map of some samples only."""
+        return self.replace_leaves(lambda leaf: leaf.tensor.index_select(0, rows) if leaf.per_sample else leaf.tensor)
+
+    def detach(self) -> Self:
+        """The same map outside of the autograd graph."""
+        return self.replace_leaves(lambda leaf: leaf.tensor.detach())
+
+
+@dataclass(frozen=True)
+class CallableMap(Map):
+    """Any callable z -> f(z). What it captures is unknown, so its samples are never separated."""
+
+    independent: ClassVar[bool] = False
+    f: Callable[[Tensor], Tensor]
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.f(z)
+
+
+@dataclass(frozen=True)
+class State(Tree):
+    """What a solver carries from step to step; every tensor is batch first. No step may change `z` or `fz` in place.
+
+    A state that does not hold f(z) sets `fz` to None and overrides `estimate`; the loop then evaluates f at candidates.
+    """
+
+    z: Tensor
+    fz: Tensor | None
+    evals: int  # evaluations of f and products with its Jacobian so far
+
+    def candidate(self) -> Tensor:
+        """The iterate, for states that compute it on demand."""
+        return self.z
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        """(|f(z) - z|, |f(z)|) per sample: exact here, estimated by states that hold no f(z)."""
+        assert self.fz is not None
+        return norm(self.fz - self.z), norm(self.fz)
+
+    def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
+        """The state after learning that f(z[rows]) = fz, though the estimate had called these samples converged."""
+        return self
+
+    def select(self, rows: Tensor) -> Self:
+        """The state of some samples only."""
+        return self.replace_leaves(lambda leaf: leaf.tensor.index_select(0, rows))
+
+
+class Solver(ABC):
+    """A method for z = f(z): a frozen dataclass of hyper-parameters, validated when it is made."""
+
+    differentiable: ClassVar[bool] = False  # whether autograd can follow its steps
+
+    @abstractmethod
+    def init(self, fn: Map, z0: Tensor) -> State:
+        """The state at z0."""
+
+    @abstractmethod
+    def step(self, fn: Map, state: State) -> State:
+        """The state one step on."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The residuals that the loop saw: at each step, which samples were still being solved and how far each one was."""
+
+    rows: tuple[Tensor, ...]
+    residual: tuple[Tensor, ...]
+
+    def of(self, sample: int) -> Tensor:
+        """The residuals of one sample, one for each step at which it was evaluated."""
+        return torch.cat([r[i == sample] for i, r in zip(self.rows, self.residual, strict=True)])
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """The best z found for each sample and how good it is: `residual` is |f(z) - z| / |f(z)| of that very z."""
+
+    z: Tensor
+    codes: Tensor = field(repr=False)  # per sample, the position in Status
+    residual: Tensor
+    steps: Tensor
+    evals: int
+    stop: Stop
+    trace: Trace | None = field(default=None, repr=False)
+
+    @property
+    def converged(self) -> Tensor:
+        """Which samples meet the tolerance."""
+        return self.codes == 0
+
+    @property
+    def statuses(self) -> tuple[Status, ...]:
+        """The status of each sample."""
+        return tuple(_CODES[code] for code in self.codes.tolist())
+
+    @property
+    def status(self) -> Status:
+        """The worst status of the batch."""
+        return max(self.statuses, key=_CODES.index, default=Status.CONVERGED)
+
+    def explain(self) -> str:
+        """What happened, how far it got, what to try."""
+        counts = Counter(self.statuses)
+        failed = [status for status in reversed(_CODES[1:]) if counts[status]]
+        total = len(self.codes)
+        if not failed:
+            return f"All {total} samples converged (rtol {self.stop.rtol:g}, atol {self.stop.atol:g})."
+        residual = self.residual[~self.converged]
+        known = residual[residual.isfinite()]
+        reached = f"{known.max().item():.2e}" if known.numel() else "unknown (f is not finite at the start)"
+        head = f"{total - counts[Status.CONVERGED]} of {total} samples did not converge. "
+        how_far = (
+            f"The worst relative residual is {reached} (rtol {self.stop.rtol:g}, atol {self.stop.atol:g}) "
+            f"after {int(self.steps.max())} steps, {self.evals} evaluations."
+        )
+        return head + how_far + "".join(f"\n{counts[status]} {status.value}" for status in failed)
+
+    def raise_if_failed(self) -> Self:
+        """This solution, or a ConvergenceError if a sample did not converge."""
+        if self.status is not Status.CONVERGED:
+            raise ConvergenceError(self.explain(), self)
+        return self
+
+
+def norm(z: Tensor) -> Tensor:
+    """The Euclidean norm of each sample, also where squares overflow or vanish: 1e30 and 1e-30 are fine in float32."""
+    flat = z.reshape(z.shape[0], -1)
+    plain = torch.linalg.vector_norm(flat, dim=1)
+    info = torch.finfo(z.dtype)
+    unsafe = ~((plain > math.sqrt(info.tiny) / info.eps) & (plain < math.inf))
+    if not unsafe.any() or flat.shape[1] == 0:
+        return plain
+    largest = flat.abs().amax(dim=1)
+    scale = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
+    scaled = torch.linalg.vector_norm(flat / scale[:, None], dim=1) * scale
+    return torch.where(unsafe, scaled, plain)
+
+
+def per_sample_like(values: Tensor, z: Tensor) -> Tensor:
+    """One number a sample, shaped to broadcast against the states z."""
+    return values.reshape(-1, *[1] * (z.ndim - 1))
+
+
+def solve(fn: Map | Callable[[Tensor], Tensor], z0: Tensor, solver: Solver, stop: Stop | None = None, *, record: bool = False) -> Solution:
+    """Find z = f(z) for every sample of the batch, starting at z0, without touching autograd.
+
+    Converged samples are frozen, and dropped from the work when a quarter are done; samples that meet NaN or infinity are
+    set aside. `record=True` keeps the residual of every step in `Solution.trace`.
+    """
+    stop = Stop() if stop is None else stop
+    check_instance("solve", "solver", solver, Solver, "a Solver, such as Anderson()")
+    check_instance("solve", "stop", stop, Stop, "a Stop")
+    check_floating("solve", "z0", z0)
+    if z0.ndim == 0:
+        raise ValueError(invalid("solve", "z0", "of shape [batch, ...]", list(z0.shape)))
+    if not callable(fn):
+        raise TypeError(invalid("solve", "fn", "a Map or a callable", fn))
+    map_ = fn if isinstance(fn, Map) else CallableMap(fn)
+    with torch.no_grad(), torch.autocast(z0.device.type, enabled=False):
+        return _Loop(map_.detach(), z0.detach(), solver, stop, record).run()
+
+
+class _Loop:
+    """The loop. Arrays named in the singular hold one entry for each row still worked on; `rows` tells which samples those are."""
+
+    def __init__(self, fn: Map, z0: Tensor, solver: Solver, stop: Stop, record: bool) -> None:
+        samples, eps = z0.shape[0], torch.finfo(z0.dtype).eps
+        device = z0.device
+        self.fn, self.solver, self.stop = fn, solver, stop
+        self.best = z0
+        self.best_owned = False  # whether `best` may be written to
+        self.residual = torch.full((samples,), math.nan, dtype=z0.dtype, device=device)
+        self.codes = torch.full((samples,), _MAX_STEPS, device=device)
+        self.steps = torch.zeros(samples, dtype=torch.long, device=device)
+        self.rows = torch.arange(samples, device=device)
+        self.live = torch.ones(samples, dtype=torch.bool, device=device)
+        self.start = norm(z0)  # then max(|z0|, |f(z0)|)
+        self.peak = torch.zeros_like(self.start)  # the largest |f(z) - z| seen
+        self.evals = 0  # evaluations made here, beside the solver's own
+        self.trace: tuple[list[Tensor], list[Tensor]] | None = ([], []) if record else None
+        self.far = 1 / max(stop.rtol, eps)  # growth of |z| that, with a residual that has not fallen, means divergence
+        self.too_far = max(self.far, eps**-0.5)  # growth at which to give up at once
+
+    def run(self) -> Solution:
+        if self.rows.numel() == 0:
+            return self.solution(0)
+        state = self.solver.init(self.fn, self.best)
+        _check_output(state, self.best)
+        for step in range(self.stop.max_steps + 1):
+            state = self.judge(state, step)
+            if step == self.stop.max_steps or not self.live.any():
+                break
+            state = self.compact(state)
+            state = self.solver.step(self.fn, state)
+        return self.solution(state.evals)
+
+    def judge(self, state: State, step: int) -> State:
+        """Decide, for each live sample, whether its iterate is the solution, hopeless, or to be improved."""
+        last = step == self.stop.max_steps
+        size, scale = state.estimate()
+        known = torch.ones_like(self.live)
+        z, fz = state.z, state.fz
+        if fz is None:  # estimates drive, truth decides
+            known = self.live & (self.meets(size, scale) | last)
+            if known.any():
+                state, z, fz, size, scale = self.verify(state, known, size, scale)
+        finite = size.isfinite() & scale.isfinite()
+        self.start = torch.maximum(self.start, scale) if step == 0 else self.start
+        self.peak = torch.where(finite, torch.maximum(self.peak, size), self.peak)
+        risen = size > 0.5 * self.peak
+        good = self.live & known & finite & self.meets(size, scale)
+        if fz is not None and (good & risen).any():
+            good &= ~risen | self.turns(z, fz, size)
+        growth = torch.where(self.start > 0, scale / self.start, torch.zeros_like(scale))
+        residual = torch.where(size > 0, size / scale, torch.zeros_like(size))
+        better = self.live & known & finite & ~(residual >= self.residual[self.rows])
+        self.keep(good | (better & ~(risen & (growth > self.far))), z, residual)
+        self.record(self.live & known, residual)
+        self.steps[self.rows[self.live]] = step
+        lost = risen & (growth > (self.far if last else self.too_far))
+        self.finish(good, 0)
+        self.finish(~finite, _NONFINITE)
+        self.finish(lost, _DIVERGED)
+        return state
+
+    def meets(self, size: Tensor, scale: Tensor) -> Tensor:
+        return size <= self.stop.atol + self.stop.rtol * scale
+
+    def verify(self, state: State, wanted: Tensor, size: Tensor, scale: Tensor) -> tuple[State, Tensor, Tensor, Tensor, Tensor]:
+        """Evaluate f at the iterates of the wanted rows, and put the truth in place of the estimate."""
+        z = state.candidate()
+        rows = wanted.nonzero()[:, 0]
+        chosen = z[rows]
+        value = self.fn.select(rows)(chosen) if self.fn.independent else self.fn(z)[rows]
+        self.evals += 1
+        size, scale = size.index_copy(0, rows, norm(value - chosen)), scale.index_copy(0, rows, norm(value))
+        failed = ~self.meets(size, scale)[rows]
+        if failed.any():
+            state = state.corrected(rows[failed], chosen[failed], value[failed])
+        return state, z, z.index_copy(0, rows, value), size, scale
+
+    def turns(self, z: Tensor, fz: Tensor, size: Tensor) -> Tensor:
+        """Whether the residual changes along itself: for f(z) = z + 1 it never does, however small it is beside z."""
+        self.evals += 1
+        return norm(self.fn(fz) - fz - (fz - z)) > 1e-3 * size
+
+    def keep(self, mask: Tensor, z: Tensor, residual: Tensor) -> None:
+        """Store the rows of z under the mask as the best of their samples."""
+        if not mask.any():
+            return
+        whole = self.rows.numel() == self.best.shape[0]
+        if whole and mask.all():
+            self.best, self.best_owned = z, False
+        elif not self.best_owned and whole:
+            self.best, self.best_owned = torch.where(per_sample_like(mask, z), z, self.best), True
+        else:
+            self.best = self.best if self.best_owned else self.best.clone()
+            self.best_owned = True
+            self.best[self.rows[mask]] = z[mask]
+        self.residual[self.rows[mask]] = residual[mask]
+
+    def record(self, mask: Tensor, residual: Tensor) -> None:
+        if self.trace is not None:
+            self.trace[0].append(self.rows[mask])
+            self.trace[1].append(residual[mask])
+
+    def finish(self, mask: Tensor, code: int) -> None:
+        """Give the live rows under the mask their status, and freeze them."""
+        mask = mask & self.live
+        if mask.any():
+            self.codes[self.rows[mask]] = code
+            self.live = self.live & ~mask
+
+    def compact(self, state: State) -> State:
+        """Drop the finished rows when they are at least a quarter."""
+        if not self.fn.independent or 4 * int(self.live.sum()) > 3 * self.live.numel():
+            return state
+        rows = self.live.nonzero()[:, 0]
+        self.fn, state = self.fn.select(rows), state.select(rows)
+        self.rows, self.live, self.start, self.peak = self.rows[rows], self.live[rows], self.start[rows], self.peak[rows]
+        return state
+
+    def solution(self, evals: int) -> Solution:
+        trace = Trace(tuple(self.trace[0]), tuple(self.trace[1])) if self.trace is not None else None
+        z = self.best if self.best_owned else self.best.clone()  # never the caller's z0
+        return Solution(z, self.codes, self.residual, self.steps, self.evals + evals, self.stop, trace)
+
+
+def _check_output(state: State, z0: Tensor) -> None:
+    """f must keep the shape, dtype and device of the state."""
+    if state.fz is None:
+        return
+    for name, got, expected in (
+        ("shape", tuple(state.fz.shape), tuple(z0.shape)),
+        ("dtype", state.fz.dtype, z0.dtype),
+        ("device", state.fz.device, z0.device),
+    ):
+        if got != expected:
+            raise ValueError(f"The map f must return a tensor of the {name} of its state z, {expected}. Got {got} instead.")

@@ -1,0 +1,8 @@
+"""Methods for z = f(z), each a frozen dataclass of its hyper-parameters."""
+
+from opteq.solvers.anderson import Anderson
+from opteq.solvers.broyden import Broyden
+from opteq.solvers.newton import Newton
+from opteq.solvers.picard import Picard
+
+__all__ = ["Anderson", "Broyden", "Newton", "Picard"]

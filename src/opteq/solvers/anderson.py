@@ -1,0 +1,112 @@
+"""Anderson mixing: extrapolate from the last few evaluations."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from opteq.checks import check_integer, check_number
+from opteq.linear import compacted
+from opteq.solve import Map, Solver, State, norm
+
+
+@dataclass(frozen=True)
+class AndersonState(State):
+    """With r = f(z) - z, differences between successive steps of r (`dR`) and of z + mixing r (`dG`), both divided by |dr|."""
+
+    r: Tensor
+    size: Tensor  # |r|
+    dR: Tensor  # [batch, memory, n]
+    dG: Tensor  # [batch, memory, n]
+    gram: Tensor  # [batch, memory, memory], of dR: the diagonal is 1, or 0 in an empty slot
+    best: Tensor  # [batch], the smallest |r| since the last restart
+    slot: int  # the next row to overwrite
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        assert self.fz is not None
+        return self.size, norm(self.fz)
+
+    def select(self, rows: Tensor) -> Self:
+        return self.replace_leaves(
+            lambda leaf: compacted(leaf, rows) if leaf.name in ("dR", "dG") else leaf.tensor.index_select(0, rows)
+        )
+
+
+@dataclass(frozen=True)
+class Anderson(Solver):
+    """z <- z + mixing r - sum_j c_j (dz_j + mixing dr_j), where c minimises |r - sum_j c_j dr_j|, r = f(z) - z.
+
+    `memory`: how many past differences are used; on linear maps the method then does about what GMRES does.
+    `ridge`: Tikhonov weight relative to the Gram matrix of the dr_j scaled to a unit diagonal; None takes a multiple of the
+    precision of the dtype, so that a singular system is never an error.
+    `restart`: a sample whose residual exceeds `restart` times the best since its last restart forgets its history; inf: never.
+    Walker and Ni (2011).
+    """
+
+    memory: int = 6
+    mixing: float = 1.0
+    ridge: float | None = None
+    restart: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_integer(self, "memory", self.memory, 1)
+        check_number(self, "mixing", self.mixing, 0.0, 1.0, open_low=True)
+        if self.ridge is not None:
+            check_number(self, "ridge", self.ridge, 0.0)
+        if self.restart != math.inf:
+            check_number(self, "restart", self.restart, 1.0, open_low=True)
+
+    def init(self, fn: Map, z0: Tensor) -> AndersonState:
+        fz = fn(z0)
+        r = fz - z0
+        size = norm(r)
+        batch, n = z0.shape[0], z0[0].numel()
+        history = z0.new_zeros(2, batch, self.memory, n)
+        gram = z0.new_zeros(batch, self.memory, self.memory)
+        return AndersonState(z0, fz, 1, r, size, history[0], history[1], gram, best=size, slot=0)
+
+    def step(self, fn: Map, state: State) -> AndersonState:
+        assert isinstance(state, AndersonState)
+        r = state.r.flatten(1)
+        move = self.mixing * r - torch.einsum("bj,bjn->bn", self._weights(state, r), state.dG)
+        z = state.z + move.view_as(state.z)
+        fz = fn(z)
+        new = fz - z
+        return self._remember(state, z, fz, new, move)
+
+    def _weights(self, state: AndersonState, r: Tensor) -> Tensor:
+        """c = (gram + ridge)^-1 dR r by Cholesky; samples for which that fails take c = 0, a Picard step."""
+        diagonal = state.gram.diagonal(dim1=1, dim2=2)
+        ridge = 10 * torch.finfo(r.dtype).eps if self.ridge is None else self.ridge
+        system = state.gram + torch.diag_embed(torch.where(diagonal > 0, ridge, 1.0))
+        factor, info = torch.linalg.cholesky_ex(system)
+        rhs = torch.einsum("bjn,bn->bj", state.dR, r)
+        weights = torch.cholesky_solve(rhs[:, :, None], factor)[:, :, 0]
+        usable = (info == 0) & weights.isfinite().all(dim=1)
+        return torch.where(usable[:, None], weights, torch.zeros_like(weights))
+
+    def _remember(self, state: AndersonState, z: Tensor, fz: Tensor, r: Tensor, move: Tensor) -> AndersonState:
+        """The next state: overwrite the oldest difference, and empty the history of samples that got much worse."""
+        size, slot = norm(r), state.slot
+        dr = (r - state.r).flatten(1)
+        length = norm(dr)[:, None]
+        noise = 16 * torch.finfo(dr.dtype).eps * norm(fz)[:, None]  # a change below this is rounding, and teaches nothing
+        inverse = torch.where(length > noise, 1 / length, torch.zeros_like(length))
+        state.dR[:, slot] = dr * inverse
+        state.dG[:, slot] = (move + self.mixing * dr) * inverse
+        products = torch.einsum("bjn,bn->bj", state.dR, state.dR[:, slot])
+        state.gram[:, slot] = products
+        state.gram[:, :, slot] = products
+        worse = ~(size <= self.restart * state.best)
+        if worse.any():
+            rows = worse.nonzero()[:, 0]
+            for tensor in (state.dR, state.dG, state.gram):
+                tensor[rows] = 0
+        best = torch.where(worse, size, torch.minimum(state.best, size))
+        return replace(
+            state, z=z, fz=fz, evals=state.evals + 1, r=r, size=size, best=best, slot=(slot + 1) % self.memory
+        )
+
+

@@ -1,0 +1,86 @@
+"""Newton's method, matrix-free, for smooth and piecewise smooth maps."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from opteq.checks import check_integer, check_number
+from opteq.linear import LinearizedMap, linear_solver
+from opteq.solve import Map, Solver, State, Stop, norm, per_sample_like, solve
+
+
+@dataclass(frozen=True)
+class NewtonState(State):
+    r: Tensor  # f(z) - z
+    size: Tensor  # |r|
+    start: Tensor  # |r| at z0
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        assert self.fz is not None
+        return self.size, norm(self.fz)
+
+
+@dataclass(frozen=True)
+class Newton(Solver):
+    """z <- z + t d with (I - J) d = f(z) - z, J a (generalised) Jacobian of f at z: semismooth Newton, for ReLU maps too.
+
+    The linear equation is solved by CG when J is symmetric, else by GMRES, to the relative residual `forcing` in at most
+    `inner_steps` products. t is 1, halved at most `halvings` times until the residual falls; where it does not, a plain step
+    z <- f(z) is taken if that leaves the residual below the one at z0, else the sample stays. So no iterate is worse than z0.
+    """
+
+    forcing: float = 1e-2
+    inner_steps: int = 60
+    halvings: int = 6
+
+    def __post_init__(self) -> None:
+        check_number(self, "forcing", self.forcing, 0.0, 0.5, open_low=True)
+        check_integer(self, "inner_steps", self.inner_steps, 1)
+        check_integer(self, "halvings", self.halvings, 0)
+
+    def init(self, fn: Map, z0: Tensor) -> NewtonState:
+        fz = fn(z0)
+        r = fz - z0
+        size = norm(r)
+        return NewtonState(z0, fz, 1, r, size, start=size)
+
+    def step(self, fn: Map, state: State) -> NewtonState:
+        assert isinstance(state, NewtonState)
+        equation = LinearizedMap(fn, state.z, state.r, transposed=False)
+        inner = Stop(rtol=self.forcing, max_steps=min(self.inner_steps, 2 * state.z[0].numel()))
+        found = solve(equation, torch.zeros_like(state.z), linear_solver(fn), inner)
+        state = replace(state, evals=state.evals + found.evals)
+        return self._globalise(fn, state, found.z)
+
+    def _globalise(self, fn: Map, state: NewtonState, direction: Tensor) -> NewtonState:
+        """Halve the steps of the samples whose residual does not fall; then try a plain step."""
+        waiting = torch.ones_like(state.size, dtype=torch.bool)
+        current, length = state, 1.0
+        for _ in range(self.halvings + 1):
+            bound = (1 - 1e-4 * length) * state.size
+            current, waiting = _try(fn, current, waiting, state.z + length * direction, bound)
+            if not waiting.any():
+                return current
+            length /= 2
+        assert state.fz is not None
+        return _try(fn, current, waiting, state.fz, state.start)[0]
+
+
+def _try(fn: Map, state: NewtonState, waiting: Tensor, z: Tensor, bound: Tensor) -> tuple[NewtonState, Tensor]:
+    """Move the waiting samples to z where that keeps the residual within the bound."""
+    fz = fn(z)
+    r = fz - z
+    size = norm(r)
+    taken = waiting & (size <= bound)
+    mask = per_sample_like(taken, z)
+    assert state.fz is not None
+    moved = replace(
+        state,
+        z=torch.where(mask, z, state.z),
+        fz=torch.where(mask, fz, state.fz),
+        evals=state.evals + 1,
+        r=torch.where(mask, r, state.r),
+        size=torch.where(taken, size, state.size),
+    )
+    return moved, waiting & ~taken

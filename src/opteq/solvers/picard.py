@@ -1,0 +1,29 @@
+"""z <- (1 - damping) z + damping f(z)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from opteq.checks import check_number
+from opteq.solve import Map, Solver, State
+
+
+@dataclass(frozen=True)
+class Picard(Solver):
+    """Plain iteration, z <- (1 - damping) z + damping f(z): converges for contractions, and damped for nonexpansive maps."""
+
+    differentiable: ClassVar[bool] = True
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number(self, "damping", self.damping, 0.0, 1.0, open_low=True)
+
+    def init(self, fn: Map, z0: Tensor) -> State:
+        return State(z0, fn(z0), 1)
+
+    def step(self, fn: Map, state: State) -> State:
+        assert state.fz is not None
+        z = state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
+        return State(z, fn(z), state.evals + 1)
