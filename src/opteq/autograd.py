@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from opteq.checks import all_finite
 from opteq.linear import LinearizedMap
-from opteq.solve import Map, Solution, Solver, Status, Stop, Trace, norm, per_sample_like, solve
+from opteq.solve import Map, Solution, Solver, Status, Stop, Trace, norm, per_sample_like, pullback, solve
 
 Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # z, codes, residual, steps
 
@@ -46,7 +46,7 @@ class Log(list[Solution]):
 
 @contextmanager
 def record() -> Iterator[Log]:
-    """`with record() as log:` collects every Solution, with its trace, that is solved inside: forward, backward and tangent ones."""
+    """`with record() as log:` collects every Solution, with its trace, that is solved inside: backward ones too."""
     log = Log()
     token = _logs.set((*_logs.get(), log))
     try:
@@ -54,6 +54,11 @@ def record() -> Iterator[Log]:
     finally:
         _logs.reset(token)
         log.open = False
+
+
+def call(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply`, which has no types."""
+    return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = 
     found = Record()
     if closed or (closed is None and _is_closed(fn, z0)):
         operands = (leaf.tensor for leaf in fn.leaves())
-        outputs = cast(Outputs, _Equilibrium.apply(problem, fn.emptied(), found, z0.detach(), *operands))
+        outputs: Outputs = call(_Equilibrium, problem, fn.emptied(), found, z0.detach(), *operands)
     else:
         outputs = _attach(fn, z0, problem, found)
     z, codes, residual, steps = outputs
@@ -209,9 +214,8 @@ class _Equilibrium(torch.autograd.Function):
         fn = ctx.template.filled(operands)
         v = _linearized(fn, z, g, ctx.problem, transposed=True, closed=True)
         wanted = [i for i, need in enumerate(needed) if need]
-        _, pull = torch.func.vjp(_partial(ctx.template, operands, wanted, z), *(operands[i] for i in wanted))
         with torch.autocast(z.device.type, enabled=False):
-            found = iter(pull(v))
+            found = iter(pullback(_partial(ctx.template, operands, wanted, z), *(operands[i] for i in wanted))(v))
         return (None, None, None, None, *(next(found) if need else None for need in needed))
 
     @staticmethod
@@ -224,7 +228,7 @@ class _Equilibrium(torch.autograd.Function):
             if ctx.nonfinite:
                 operands, z, _ = quarantined(ctx.template, operands, z, z, codes)
             partial, chosen = _partial(ctx.template, operands, wanted, z), [operands[i] for i in wanted]
-            _, push = torch.func.vjp(lambda v: torch.func.vjp(partial, *chosen)[1](v), torch.zeros_like(z))
+            push = pullback(lambda v: pullback(partial, *chosen)(v), torch.zeros_like(z))
             (source,) = push(tuple(given[i] for i in wanted))
             tangent = _linearized(ctx.template.filled(operands), z, source, ctx.problem, transposed=False, closed=True)
         return tangent, None, None, None
@@ -233,35 +237,31 @@ class _Equilibrium(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[Any, ...], problem: Problem, template: Map, found: Record, *tensors: Tensor
     ) -> tuple[Outputs, tuple[int, int, int, int]]:
-        dims = in_dims[3:]
+        def apply(*args: Tensor) -> Outputs:
+            outputs: Outputs = call(_Equilibrium, problem, template, found, *args)
+            return outputs
+
+        size, dims = info.batch_size, in_dims[3:]
         batched = [True, *(leaf.per_sample for leaf in template.leaves())]
-        foldable = template.independent and all(per or dim is None for per, dim in zip(batched, dims, strict=True))
-        run = _fold if foldable else _each
-        outputs = run(info.batch_size, dims, batched, tensors, lambda *args: _Equilibrium.apply(problem, template, found, *args))
-        return outputs, (0, 0, 0, 0)
+        shared_weights = all(per or dim is None for per, dim in zip(batched, dims, strict=True))
+        if template.independent and shared_weights:
+            folded = [_folded(t, d, size) if per else t for t, d, per in zip(tensors, dims, batched, strict=True)]
+            outputs = tuple(out.reshape(size, out.shape[0] // size, *out.shape[1:]) for out in apply(*folded))
+        else:  # weights are mapped too (an ensemble): one copy after the other
+            runs = [apply(*(t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True))) for i in range(size)]
+            outputs = tuple(torch.stack(outs) for outs in zip(*runs, strict=True))
+        return cast(Outputs, outputs), (0, 0, 0, 0)
 
 
 def _primal(tensor: Tensor) -> Tensor:
-    return forward_ad.unpack_dual(tensor).primal
+    primal: Tensor = forward_ad.unpack_dual(tensor).primal
+    return primal
 
 
-def _fold(size: int, dims: Sequence[int | None], batched: Sequence[bool], tensors: Sequence[Tensor], apply: Callable[..., Any]) -> Outputs:
-    """vmap by solving all mapped copies as one larger batch."""
-
-    def folded(tensor: Tensor, dim: int | None, per: bool) -> Tensor:
-        if not per:
-            return tensor
-        stacked = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        return stacked.flatten(0, 1)
-
-    outputs = apply(*(folded(*item) for item in zip(tensors, dims, batched, strict=True)))
-    return cast(Outputs, tuple(out.unflatten(0, (size, -1)) if out.numel() else out.reshape(size, -1, *out.shape[1:]) for out in outputs))
-
-
-def _each(size: int, dims: Sequence[int | None], batched: Sequence[bool], tensors: Sequence[Tensor], apply: Callable[..., Any]) -> Outputs:
-    """vmap by solving one copy after the other: needed when weights are mapped too (ensembles)."""
-    runs = [apply(*(t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True))) for i in range(size)]
-    return cast(Outputs, tuple(torch.stack(outs) for outs in zip(*runs, strict=True)))
+def _folded(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """The mapped dimension made part of the batch."""
+    stacked = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return stacked.flatten(0, 1)
 
 
 def _partial(template: Map, operands: Sequence[Tensor], wanted: Sequence[int], z: Tensor) -> Callable[..., Tensor]:
@@ -278,12 +278,14 @@ def _partial(template: Map, operands: Sequence[Tensor], wanted: Sequence[int], z
 
 def _linearized(fn: Map, z: Tensor, g: Tensor, problem: Problem, *, transposed: bool, closed: bool) -> Tensor:
     """v = J'v + g or v = Jv + g, attached to the graph of z, g and the tensors of fn."""
-    equation = LinearizedMap(fn, z, g, transposed)
+    equation = LinearizedMap(fn, transposed, z, g)
     phase = "backward" if transposed else "tangent"
     return equilibrium(equation, torch.zeros_like(g), problem.derived(fn, z.dtype, phase), closed=closed)[0].z
 
 
-def quarantined(template: Map, operands: Sequence[Tensor], z: Tensor, g: Tensor, codes: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+def quarantined(
+    template: Map, operands: Sequence[Tensor], z: Tensor, g: Tensor, codes: Tensor
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """Replace samples that met NaN or infinity by zeros with a zero cotangent: they must not spoil the gradient of the others."""
     sound = codes != tuple(Status).index(Status.NONFINITE)
 
@@ -308,8 +310,8 @@ def _attach(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
         z, codes, residual, steps = _run(fn.detach(), z0.detach(), problem, found)
     seen: list[Tensor] = []
     with torch.autocast(z.device.type, enabled=False):
-        inner = _NewtonStep.apply(z, fn(z) - z, fn, problem, seen, True)
-        outer = _NewtonStep.apply(inner, fn(inner) - inner, fn, problem, seen, False)
+        inner = call(_NewtonStep, z, fn(z) - z, fn, problem, seen, True)
+        outer = call(_NewtonStep, inner, fn(inner) - inner, fn, problem, seen, False)
     return outer, codes, residual, steps
 
 
@@ -340,7 +342,7 @@ class _NewtonStep(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        raise RuntimeError("f captures a tensor that has a forward-mode tangent, and cannot see it. " + _HAND_OVER)
+        raise RuntimeError("f captures a tensor that has derivatives, so forward mode cannot follow f. " + _HAND_OVER)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

@@ -92,8 +92,9 @@ class Equilibrium(nn.Module):
 
     def solve(self, x: Tensor, z0: Tensor | None = None) -> Solution:
         """The same with its status, residual and number of steps; `z` carries derivatives."""
-        if torch.compiler.is_compiling():
-            torch._dynamo.graph_break()
+        if torch.compiler.is_compiling():  # the loop depends on data: a compiled model calls it as it is
+            solution: Solution = torch.compiler.disable(self._solve)(x, z0)
+            return solution
         return self._solve(x, z0)
 
     def _solve(self, x: Tensor, z0: Tensor | None) -> Solution:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq.autograd import Problem, Report, equilibrium, quarantined
+from opteq.autograd import Problem, Report, call, equilibrium, quarantined
 from opteq.checks import check_instance, check_integer, check_number
 from opteq.linear import linear_solver
 from opteq.solve import Map, Solution, Solver, State, Status, Stop
@@ -131,7 +131,7 @@ class Phantom(Gradient):
         with torch.autocast(z.device.type, enabled=False):
             for _ in range(self.steps):
                 carrier = torch.lerp(carrier, fn(carrier), self.damping)
-        return replace(solution, z=_Carried.apply(solution.z, carrier))
+        return replace(solution, z=call(_Carried, solution.z, carrier))
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def gradient_error(layer: "Equilibrium", x: Tensor, seed: int = 0) -> float:
     given, wanted = _gradient(layer, x, seed), _gradient(exact, x.double(), seed)
     difference = torch.stack([torch.linalg.vector_norm(a - b) for a, b in zip(given, wanted, strict=True)])
     scale = torch.stack([torch.linalg.vector_norm(b) for b in wanted])
-    return (torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(scale)).item()
+    return float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(scale))
 
 
 def _gradient(layer: "Equilibrium", x: Tensor, seed: int) -> list[Tensor]:

@@ -27,9 +27,9 @@ class LinearizedMap(Map):
     """
 
     base: Map
+    transposed: bool
     z: Tensor = per_sample()
     g: Tensor = per_sample()
-    transposed: bool = True
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
@@ -150,6 +150,8 @@ class CG(Solver):
 
 @dataclass(frozen=True)
 class NeumannState(State):
+    """The partial sum z and the next term r, which is also its residual."""
+
     r: Tensor
 
     def estimate(self) -> tuple[Tensor, Tensor]:
@@ -189,7 +191,8 @@ class GMRESState(State):
         diagonal = R.diagonal(dim1=1, dim2=2)
         singular = diagonal == 0  # a breakdown: leave that direction out
         R = R + torch.diag_embed(singular.to(R.dtype))
-        return torch.linalg.solve_triangular(R, torch.where(singular, 0, rhs)[:, :, None], upper=True)[:, :, 0]
+        y: Tensor = torch.linalg.solve_triangular(R, torch.where(singular, 0, rhs)[:, :, None], upper=True)
+        return y[:, :, 0]
 
     def candidate(self) -> Tensor:
         if self.j == 0:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -67,6 +67,15 @@ class Stop:
         check_integer(self, "max_steps", self.max_steps, 1)
 
 
+Pullback: TypeAlias = Callable[..., tuple[Tensor, ...]]
+
+
+def pullback(f: Callable[..., Any], *primals: Tensor) -> Pullback:
+    """v -> J' v for each of the primals, differentiable itself: torch.func.vjp without the value."""
+    pull: Pullback = torch.func.vjp(f, *primals)[1]
+    return pull
+
+
 @dataclass(frozen=True)
 class Jacobian:
     """J = f'(z) as two products, `jvp(v) = J v` and `vjp(v) = J' v`, each sample with its own J."""
@@ -94,21 +103,15 @@ class Map(Tree, ABC):
 
     def linearize(self, z: Tensor) -> Jacobian:
         """The Jacobian at z, by automatic differentiation; maps with structure override this with closed forms."""
-        _, pull = torch.func.vjp(self, z)
-
-        def vjp(v: Tensor) -> Tensor:
-            (product,) = pull(v)
-            return product
-
-        pushes: list[Callable[[Tensor], tuple[Tensor]]] = []  # J'v is linear in v, so its own transpose is J
+        pull = pullback(self, z)
+        pushes: list[Pullback] = []  # J'v is linear in v, so its own transpose is J; made when first needed
 
         def jvp(v: Tensor) -> Tensor:
             if not pushes:
-                pushes.append(torch.func.vjp(lambda w: torch.func.vjp(self, z)[1](w)[0], torch.zeros_like(z))[1])
-            (product,) = pushes[0](v)
-            return product
+                pushes.append(pullback(lambda w: pullback(self, z)(w)[0], torch.zeros_like(z)))
+            return pushes[0](v)[0]
 
-        return Jacobian(jvp=jvp, vjp=vjp, symmetric=self.symmetric)
+        return Jacobian(jvp=jvp, vjp=lambda v: pull(v)[0], symmetric=self.symmetric)
 
     def select(self, rows: Tensor) -> Self:
         """The map of some samples only."""
@@ -239,7 +242,7 @@ class Solution:
 def norm(z: Tensor) -> Tensor:
     """The Euclidean norm of each sample, also where squares overflow or vanish: 1e30 and 1e-30 are fine in float32."""
     flat = z.reshape(z.shape[0], -1)
-    plain = torch.linalg.vector_norm(flat, dim=1)
+    plain: Tensor = torch.linalg.vector_norm(flat, dim=1)
     info = torch.finfo(z.dtype)
     unsafe = ~((plain > math.sqrt(info.tiny) / info.eps) & (plain < math.inf))
     if not unsafe.any() or flat.shape[1] == 0:
@@ -255,7 +258,9 @@ def per_sample_like(values: Tensor, z: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (z.ndim - 1))
 
 
-def solve(fn: Map | Callable[[Tensor], Tensor], z0: Tensor, solver: Solver, stop: Stop | None = None, *, record: bool = False) -> Solution:
+def solve(
+    fn: Map | Callable[[Tensor], Tensor], z0: Tensor, solver: Solver, stop: Stop | None = None, *, record: bool = False
+) -> Solution:
     """Find z = f(z) for every sample of the batch, starting at z0, without touching autograd.
 
     Converged samples are frozen, and dropped from the work when a quarter are done; samples that meet NaN or infinity are

@@ -105,8 +105,4 @@ class Anderson(Solver):
             for tensor in (state.dR, state.dG, state.gram):
                 tensor[rows] = 0
         best = torch.where(worse, size, torch.minimum(state.best, size))
-        return replace(
-            state, z=z, fz=fz, evals=state.evals + 1, r=r, size=size, best=best, slot=(slot + 1) % self.memory
-        )
-
-
+        return replace(state, z=z, fz=fz, evals=state.evals + 1, r=r, size=size, best=best, slot=(slot + 1) % self.memory)

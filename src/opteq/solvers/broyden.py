@@ -98,7 +98,9 @@ class Broyden(Solver):
         V[:, slot] = torch.where(usable, left, torch.zeros_like(s))
         return slot + 1
 
-    def _refuse(self, state: BroydenState, refused: Tensor, z: Tensor, fz: Tensor, r: Tensor, size: Tensor, slot: int) -> BroydenState:
+    def _refuse(
+        self, state: BroydenState, refused: Tensor, z: Tensor, fz: Tensor, r: Tensor, size: Tensor, slot: int
+    ) -> BroydenState:
         assert state.fz is not None
         mask = per_sample_like(refused, z)
         damping = torch.where(refused, state.damping / 4, (2 * state.damping).clamp(max=1))

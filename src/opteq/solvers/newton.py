@@ -12,6 +12,8 @@ from opteq.solve import Map, Solver, State, Stop, norm, per_sample_like, solve
 
 @dataclass(frozen=True)
 class NewtonState(State):
+    """The iterate, its residual, and the residual not to exceed."""
+
     r: Tensor  # f(z) - z
     size: Tensor  # |r|
     start: Tensor  # |r| at z0
@@ -47,7 +49,7 @@ class Newton(Solver):
 
     def step(self, fn: Map, state: State) -> NewtonState:
         assert isinstance(state, NewtonState)
-        equation = LinearizedMap(fn, state.z, state.r, transposed=False)
+        equation = LinearizedMap(fn, False, state.z, state.r)
         inner = Stop(rtol=self.forcing, max_steps=min(self.inner_steps, 2 * state.z[0].numel()))
         found = solve(equation, torch.zeros_like(state.z), linear_solver(fn), inner)
         state = replace(state, evals=state.evals + found.evals)
