@@ -22,7 +22,6 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from opteq.checks import all_finite
 from opteq.linear import LinearizedMap
 from opteq.solve import Map, Solution, Solver, Status, Stop, Trace, norm, per_sample_like, pullback, solve
 
@@ -58,7 +57,7 @@ def record() -> Iterator[Log]:
 
 def call(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply`, which has no types."""
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+    return function.apply(*args)
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,13 @@ class _TransformedError(Exception):
         self.mapped = _is_mapped(tensor)
 
 
+def underlying(tensor: Tensor) -> Tensor:
+    """The plain tensor below every torch.func transform: for looking at values."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def _is_mapped(tensor: Tensor) -> bool:
     """Whether torch.func.vmap, at any level, maps over the tensor."""
     mapped = False
@@ -168,7 +174,6 @@ class _Spy(TorchFunctionMode):
 
 def _run(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
     """Solve on plain tensors, tell the log and the policy."""
-    _check_parameters(fn)
     solution = solve(fn, z0, problem.solver, problem.stop, record=any(log.open for log in problem.logs))
     found.evals += solution.evals
     found.trace = solution.trace
@@ -178,12 +183,6 @@ def _run(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
             log.append(solution)
     problem.report(solution, problem.phase)
     return solution.z, solution.codes, solution.residual, solution.steps
-
-
-def _check_parameters(fn: Map) -> None:
-    for leaf in fn.leaves():
-        if not leaf.per_sample and not all_finite(leaf.tensor):
-            raise ValueError(f"The '{leaf.name}' parameter of {type(fn).__name__} must be finite. Got NaN or infinity instead.")
 
 
 class _Equilibrium(torch.autograd.Function):

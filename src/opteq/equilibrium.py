@@ -2,13 +2,17 @@
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from opteq.checks import check_floating, check_instance, invalid
+from opteq.autograd import underlying
+from opteq.checks import check_finite, check_floating, check_instance, invalid
 from opteq.gradients import Gradient, Implicit
 from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop
 
@@ -22,7 +26,10 @@ class ConvergenceWarning(UserWarning):
 
 
 class Cell(nn.Module, ABC):
-    """The parameters of one application of f. Subclasses define `bind`, and set `state_shape` or override `initial`."""
+    """The parameters of one application of f. Subclasses define `bind`, and set `state_shape` or override `initial`.
+
+    Inside f, layers that couple the batch (BatchNorm on batch statistics) or redraw randomness (Dropout) are refused.
+    """
 
     state_shape: tuple[int, ...]
 
@@ -56,6 +63,29 @@ class _Policy:
         if self.on_failure == "raise":
             raise ConvergenceError(message, solution)
         warnings.warn(message, ConvergenceWarning, stacklevel=2)
+
+
+@contextmanager
+def _refusing_layers(cell: Cell) -> Iterator[None]:
+    """While f is evaluated, layers whose output is no function of the sample raise; in `bind` they are welcome."""
+    hooks = []
+    for name, part in cell.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or not part.track_running_stats):
+            remedy = "couples the batch: (a) use GroupNorm or LayerNorm, (b) call eval() on it, (c) move it outside of f."
+        elif isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+            remedy = "redraws its mask at every evaluation: (a) draw it once, in bind(), (b) move it outside of f, (c) set p = 0."
+        else:
+            continue
+        hooks.append(part.register_forward_pre_hook(partial(_refuse, f"{type(part).__name__} '{name}' inside f {remedy}")))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse(message: str, *call: object) -> None:
+    raise ValueError(message)
 
 
 class Equilibrium(nn.Module):
@@ -104,10 +134,12 @@ class Equilibrium(nn.Module):
         for name, parameter in self.cell.named_parameters():
             if parameter.device != x.device:
                 raise ValueError(invalid(self, "x", f"on {parameter.device}, where '{name}' of the cell is", str(x.device)))
+        check_finite(self.cell, ((name, underlying(p)) for name, p in self.cell.named_parameters()))
         fn = self.cell.bind(x)
         start = self._start(x, z0)
         fn = fn.replace_leaves(lambda leaf: leaf.tensor.to(start.dtype) if leaf.tensor.is_floating_point() else leaf.tensor)
-        return self.gradient.attach(fn, start, self.solver, self.stop, _Policy(self.on_failure))
+        with _refusing_layers(self.cell):
+            return self.gradient.attach(fn, start, self.solver, self.stop, _Policy(self.on_failure))
 
     def _start(self, x: Tensor, z0: Tensor | None) -> Tensor:
         initial = self.cell.initial(x)

@@ -239,18 +239,33 @@ class Solution:
         return self
 
 
+def flat(z: Tensor) -> Tensor:
+    """Each sample as one row: [batch, ...] -> [batch, n]."""
+    return z.reshape(z.shape[0], math.prod(z.shape[1:]))
+
+
 def norm(z: Tensor) -> Tensor:
     """The Euclidean norm of each sample, also where squares overflow or vanish: 1e30 and 1e-30 are fine in float32."""
-    flat = z.reshape(z.shape[0], -1)
-    plain: Tensor = torch.linalg.vector_norm(flat, dim=1)
+    rows = flat(z)
+    plain: Tensor = torch.linalg.vector_norm(rows, dim=1)
     info = torch.finfo(z.dtype)
     unsafe = ~((plain > math.sqrt(info.tiny) / info.eps) & (plain < math.inf))
-    if not unsafe.any() or flat.shape[1] == 0:
+    if not unsafe.any():
         return plain
-    largest = flat.abs().amax(dim=1)
+    largest = rows.abs().amax(dim=1)
     scale = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
-    scaled = torch.linalg.vector_norm(flat / scale[:, None], dim=1) * scale
+    scaled = torch.linalg.vector_norm(rows / scale[:, None], dim=1) * scale
     return torch.where(unsafe, scaled, plain)
+
+
+def first_value(fn: Map, z0: Tensor) -> Tensor:
+    """f(z0), checked: f must keep the shape, dtype and device of its state."""
+    fz = fn(z0)
+    for name in ("shape", "dtype", "device"):
+        got, expected = getattr(fz, name), getattr(z0, name)
+        if got != expected:
+            raise ValueError(f"The map f must return a tensor of the {name} of its state, {expected}. Got {got} instead.")
+    return fz
 
 
 def per_sample_like(values: Tensor, z: Tensor) -> Tensor:
@@ -304,7 +319,6 @@ class _Loop:
         if self.rows.numel() == 0:
             return self.solution(0)
         state = self.solver.init(self.fn, self.best)
-        _check_output(state, self.best)
         for step in range(self.stop.max_steps + 1):
             state = self.judge(state, step)
             if step == self.stop.max_steps or not self.live.any():
@@ -403,16 +417,3 @@ class _Loop:
         trace = Trace(tuple(self.trace[0]), tuple(self.trace[1])) if self.trace is not None else None
         z = self.best if self.best_owned else self.best.clone()  # never the caller's z0
         return Solution(z, self.codes, self.residual, self.steps, self.evals + evals, self.stop, trace)
-
-
-def _check_output(state: State, z0: Tensor) -> None:
-    """f must keep the shape, dtype and device of the state."""
-    if state.fz is None:
-        return
-    for name, got, expected in (
-        ("shape", tuple(state.fz.shape), tuple(z0.shape)),
-        ("dtype", state.fz.dtype, z0.dtype),
-        ("device", state.fz.device, z0.device),
-    ):
-        if got != expected:
-            raise ValueError(f"The map f must return a tensor of the {name} of its state z, {expected}. Got {got} instead.")

@@ -42,8 +42,7 @@ class FunctionCell(Cell):
     """z = f(z, x) for any f that maps [batch, *state_shape] and x to [batch, *state_shape].
 
     A function may capture tensors; they get exact gradients, but torch.func.vmap and forward mode cannot see them. An nn.Module
-    becomes a submodule and has no such limits; it must treat each sample alone, so BatchNorm that uses batch statistics is
-    refused, and so is active Dropout, which would redraw its mask at every evaluation of f.
+    becomes a submodule and has no such limits; it must treat each sample alone.
     """
 
     def __init__(self, f: Callable[[Tensor, Tensor], Tensor], state_shape: Sequence[int]) -> None:
@@ -60,20 +59,5 @@ class FunctionCell(Cell):
     def bind(self, x: Tensor) -> Map:
         if not isinstance(self.f, nn.Module):
             return FunctionMap(self.f, x)
-        _refuse_random_and_coupled(self.f)
         parameters: dict[str, Any] = dict(self.f.named_parameters())
         return ModuleMap(self.f, parameters, dict(self.f.named_buffers()), x)
-
-
-def _refuse_random_and_coupled(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or not part.track_running_stats):
-            raise ValueError(
-                f"'{name}' inside f is a BatchNorm that uses batch statistics: the equilibrium of a sample would depend on its "
-                "batch, and on the iteration. (a) Use GroupNorm or LayerNorm, (b) call eval() on it, (c) move it outside of f."
-            )
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
-            raise ValueError(
-                f"'{name}' inside f is an active Dropout: it redraws its mask at every evaluation, so f has no equilibrium. "
-                "(a) Move it outside of f, (b) draw the mask once, in the bind() of your own Cell, (c) set p = 0."
-            )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from opteq.checks import check_integer, check_number
-from opteq.linear import compacted
-from opteq.solve import Map, Solver, State, norm
+from opteq.linear import combine, compacted, dots
+from opteq.solve import Map, Solver, State, first_value, flat, norm
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Anderson(Solver):
             check_number(self, "restart", self.restart, 1.0, open_low=True)
 
     def init(self, fn: Map, z0: Tensor) -> AndersonState:
-        fz = fn(z0)
+        fz = first_value(fn, z0)
         r = fz - z0
         size = norm(r)
         batch, n = z0.shape[0], z0[0].numel()
@@ -69,8 +69,8 @@ class Anderson(Solver):
 
     def step(self, fn: Map, state: State) -> AndersonState:
         assert isinstance(state, AndersonState)
-        r = state.r.flatten(1)
-        move = self.mixing * r - torch.einsum("bj,bjn->bn", self._weights(state, r), state.dG)
+        r = flat(state.r)
+        move = self.mixing * r - combine(self._weights(state, r), state.dG)
         z = state.z + move.view_as(state.z)
         fz = fn(z)
         new = fz - z
@@ -82,7 +82,7 @@ class Anderson(Solver):
         ridge = 10 * torch.finfo(r.dtype).eps if self.ridge is None else self.ridge
         system = state.gram + torch.diag_embed(torch.where(diagonal > 0, ridge, 1.0))
         factor, info = torch.linalg.cholesky_ex(system)
-        rhs = torch.einsum("bjn,bn->bj", state.dR, r)
+        rhs = dots(state.dR, r)
         weights = torch.cholesky_solve(rhs[:, :, None], factor)[:, :, 0]
         usable = (info == 0) & weights.isfinite().all(dim=1)
         return torch.where(usable[:, None], weights, torch.zeros_like(weights))
@@ -90,13 +90,13 @@ class Anderson(Solver):
     def _remember(self, state: AndersonState, z: Tensor, fz: Tensor, r: Tensor, move: Tensor) -> AndersonState:
         """The next state: overwrite the oldest difference, and empty the history of samples that got much worse."""
         size, slot = norm(r), state.slot
-        dr = (r - state.r).flatten(1)
+        dr = flat(r - state.r)
         length = norm(dr)[:, None]
         noise = 16 * torch.finfo(dr.dtype).eps * norm(fz)[:, None]  # a change below this is rounding, and teaches nothing
         inverse = torch.where(length > noise, 1 / length, torch.zeros_like(length))
         state.dR[:, slot] = dr * inverse
         state.dG[:, slot] = (move + self.mixing * dr) * inverse
-        products = torch.einsum("bjn,bn->bj", state.dR, state.dR[:, slot])
+        products = dots(state.dR, state.dR[:, slot])
         state.gram[:, slot] = products
         state.gram[:, :, slot] = products
         worse = ~(size <= self.restart * state.best)

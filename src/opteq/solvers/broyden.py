@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from opteq.checks import check_integer, check_number
-from opteq.linear import compacted
-from opteq.solve import Map, Solver, State, norm, per_sample_like
+from opteq.linear import combine, compacted, dots
+from opteq.solve import Map, Solver, State, first_value, flat, norm, per_sample_like
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class BroydenState(State):
 
 def _apply(left: Tensor, right: Tensor, x: Tensor) -> Tensor:
     """(-I + sum_i left_i right_i') x."""
-    return torch.einsum("bj,bjn->bn", torch.einsum("bjn,bn->bj", right, x), left) - x
+    return combine(dots(right, x), left) - x
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Broyden(Solver):
         check_number(self, "growth", self.growth, 1.0, open_low=True)
 
     def init(self, fn: Map, z0: Tensor) -> BroydenState:
-        fz = fn(z0)
+        fz = first_value(fn, z0)
         r = fz - z0
         size = norm(r)
         batch, n = z0.shape[0], z0[0].numel()
@@ -63,12 +63,12 @@ class Broyden(Solver):
 
     def step(self, fn: Map, state: State) -> BroydenState:
         assert isinstance(state, BroydenState)
-        move = -state.damping[:, None] * _apply(state.U, state.V, state.r.flatten(1))
+        move = -state.damping[:, None] * _apply(state.U, state.V, flat(state.r))
         z = state.z + move.view_as(state.z)
         fz = fn(z)
         r = fz - z
         size = norm(r)
-        slot = self._learn(state, move, (r - state.r).flatten(1), norm(fz))
+        slot = self._learn(state, move, flat(r - state.r), norm(fz))
         refused = ~(size <= self.growth * state.size)
         if not refused.any():
             damping = (2 * state.damping).clamp(max=1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opteq.checks import check_integer, check_number
 from opteq.linear import LinearizedMap, linear_solver
-from opteq.solve import Map, Solver, State, Stop, norm, per_sample_like, solve
+from opteq.solve import Map, Solver, State, Stop, first_value, norm, per_sample_like, solve
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Newton(Solver):
         check_integer(self, "halvings", self.halvings, 0)
 
     def init(self, fn: Map, z0: Tensor) -> NewtonState:
-        fz = fn(z0)
+        fz = first_value(fn, z0)
         r = fz - z0
         size = norm(r)
         return NewtonState(z0, fz, 1, r, size, start=size)

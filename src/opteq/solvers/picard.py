@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opteq.checks import check_number
-from opteq.solve import Map, Solver, State
+from opteq.solve import Map, Solver, State, first_value
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Picard(Solver):
         check_number(self, "damping", self.damping, 0.0, 1.0, open_low=True)
 
     def init(self, fn: Map, z0: Tensor) -> State:
-        return State(z0, fn(z0), 1)
+        return State(z0, first_value(fn, z0), 1)
 
     def step(self, fn: Map, state: State) -> State:
         assert state.fz is not None
