@@ -23,6 +23,7 @@ class AndersonState(State):
     gram: Tensor  # [batch, memory, memory], of dR: the diagonal is 1, or 0 in an empty slot
     best: Tensor  # [batch], the smallest |r| since the last restart
     slot: int  # the next row to overwrite
+    used: int  # rows that hold something
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         assert self.fz is not None
@@ -63,14 +64,16 @@ class Anderson(Solver):
         r = fz - z0
         size = norm(r)
         batch, n = z0.shape[0], z0[0].numel()
-        history = z0.new_zeros(2, batch, self.memory, n)
+        dR, dG = z0.new_empty(batch, self.memory, n), z0.new_empty(batch, self.memory, n)
         gram = z0.new_zeros(batch, self.memory, self.memory)
-        return AndersonState(z0, fz, 1, r, size, history[0], history[1], gram, best=size, slot=0)
+        return AndersonState(z0, fz, 1, r, size, dR, dG, gram, best=size, slot=0, used=0)
 
     def step(self, fn: Map, state: State) -> AndersonState:
         assert isinstance(state, AndersonState)
         r = flat(state.r)
-        move = self.mixing * r - combine(self._weights(state, r), state.dG)
+        move = self.mixing * r
+        if state.used:
+            move -= combine(self._weights(state, r), state.dG[:, : state.used])
         z = state.z + move.view_as(state.z)
         fz = fn(z)
         new = fz - z
@@ -78,31 +81,34 @@ class Anderson(Solver):
 
     def _weights(self, state: AndersonState, r: Tensor) -> Tensor:
         """c = (gram + ridge)^-1 dR r by Cholesky; samples for which that fails take c = 0, a Picard step."""
-        diagonal = state.gram.diagonal(dim1=1, dim2=2)
+        gram = state.gram[:, : state.used, : state.used]
+        diagonal = gram.diagonal(dim1=1, dim2=2)
         ridge = 10 * torch.finfo(r.dtype).eps if self.ridge is None else self.ridge
-        system = state.gram + torch.diag_embed(torch.where(diagonal > 0, ridge, 1.0))
+        system = gram + torch.diag_embed(torch.where(diagonal > 0, ridge, 1.0))
         factor, info = torch.linalg.cholesky_ex(system)
-        rhs = dots(state.dR, r)
+        rhs = dots(state.dR[:, : state.used], r)
         weights = torch.cholesky_solve(rhs[:, :, None], factor)[:, :, 0]
         usable = (info == 0) & weights.isfinite().all(dim=1)
         return torch.where(usable[:, None], weights, torch.zeros_like(weights))
 
     def _remember(self, state: AndersonState, z: Tensor, fz: Tensor, r: Tensor, move: Tensor) -> AndersonState:
         """The next state: overwrite the oldest difference, and empty the history of samples that got much worse."""
-        size, slot = norm(r), state.slot
+        size, slot, used = norm(r), state.slot, min(state.used + 1, self.memory)
         dr = flat(r - state.r)
         length = norm(dr)[:, None]
-        noise = 16 * torch.finfo(dr.dtype).eps * norm(fz)[:, None]  # a change below this is rounding, and teaches nothing
+        noise = 2 * torch.finfo(dr.dtype).eps * norm(fz)[:, None]  # a change below this is rounding, and teaches nothing
         inverse = torch.where(length > noise, 1 / length, torch.zeros_like(length))
         state.dR[:, slot] = dr * inverse
         state.dG[:, slot] = (move + self.mixing * dr) * inverse
-        products = dots(state.dR, state.dR[:, slot])
-        state.gram[:, slot] = products
-        state.gram[:, :, slot] = products
+        products = dots(state.dR[:, :used], state.dR[:, slot])
+        state.gram[:, slot, :used] = products
+        state.gram[:, :used, slot] = products
         worse = ~(size <= self.restart * state.best)
         if worse.any():
             rows = worse.nonzero()[:, 0]
             for tensor in (state.dR, state.dG, state.gram):
                 tensor[rows] = 0
         best = torch.where(worse, size, torch.minimum(state.best, size))
-        return replace(state, z=z, fz=fz, evals=state.evals + 1, r=r, size=size, best=best, slot=(slot + 1) % self.memory)
+        return replace(
+            state, z=z, fz=fz, evals=state.evals + 1, r=r, size=size, best=best, slot=(slot + 1) % self.memory, used=used
+        )

@@ -20,7 +20,7 @@ class BroydenState(State):
     U: Tensor  # [batch, memory, n]
     V: Tensor  # [batch, memory, n]
     damping: Tensor  # [batch], shortens the steps of samples whose last step was refused
-    slot: int
+    slot: int  # updates so far
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         assert self.fz is not None
@@ -58,12 +58,12 @@ class Broyden(Solver):
         r = fz - z0
         size = norm(r)
         batch, n = z0.shape[0], z0[0].numel()
-        updates = z0.new_zeros(2, batch, self.memory, n)
-        return BroydenState(z0, fz, 1, r, size, updates[0], updates[1], damping=torch.ones_like(size), slot=0)
+        U, V = z0.new_empty(batch, self.memory, n), z0.new_empty(batch, self.memory, n)
+        return BroydenState(z0, fz, 1, r, size, U, V, damping=torch.ones_like(size), slot=0)
 
     def step(self, fn: Map, state: State) -> BroydenState:
         assert isinstance(state, BroydenState)
-        move = -state.damping[:, None] * _apply(state.U, state.V, flat(state.r))
+        move = -state.damping[:, None] * _apply(state.U[:, : state.slot], state.V[:, : state.slot], flat(state.r))
         z = state.z + move.view_as(state.z)
         fz = fn(z)
         r = fz - z
@@ -82,20 +82,17 @@ class Broyden(Solver):
 
         Samples with a vanishing denominator, or with a change that is only rounding at this `scale`, learn nothing.
         """
-        U, V, slot = state.U, state.V, state.slot
-        if slot == self.memory:
-            U.zero_()
-            V.zero_()
-            slot = 0
+        slot = state.slot % self.memory  # a full memory is emptied
+        U, V = state.U[:, :slot], state.V[:, :slot]
         length = norm(move)[:, None]
         unit = torch.where(length > 0, 1 / length, torch.zeros_like(length))
         s, y = move * unit, change * unit  # the update does not depend on the scale
         image, left = _apply(U, V, y), _apply(V, U, s)
         denominator = (left * y).sum(dim=1, keepdim=True)
         floor = torch.finfo(s.dtype).eps ** 0.5 * norm(left)[:, None] * norm(y)[:, None]
-        usable = (denominator.abs() > floor) & (norm(change) > 16 * torch.finfo(s.dtype).eps * scale)[:, None]
-        U[:, slot] = torch.where(usable, (s - image) / denominator, torch.zeros_like(s))
-        V[:, slot] = torch.where(usable, left, torch.zeros_like(s))
+        usable = (denominator.abs() > floor) & (norm(change) > 2 * torch.finfo(s.dtype).eps * scale)[:, None]
+        state.U[:, slot] = torch.where(usable, (s - image) / denominator, torch.zeros_like(s))
+        state.V[:, slot] = torch.where(usable, left, torch.zeros_like(s))
         return slot + 1
 
     def _refuse(
