@@ -403,3 +403,24 @@ def test_repr_tells_the_settings():
     text = repr(Equilibrium(OptEq(3, 4, 5, alpha=0.5), Anderson(memory=3)))
     for part in ("memory=3", "rtol=0.0001", "Implicit", "on_failure='warn'", "3, 4, 5, activation=relu, alpha=0.5, mu=1.0"):
         assert part in text
+
+
+def test_the_warning_points_at_the_callers_code():
+    cell, x, _ = failing("diverges")
+    with pytest.warns(ConvergenceWarning) as caught:
+        nn.Sequential(Equilibrium(cell, Picard()))(x)
+    assert caught[0].filename == __file__
+
+
+def test_repr_of_a_solution():
+    layer, x = Equilibrium(tanh_cell(), stop=TIGHT), inputs()
+    assert "5 CONVERGED; worst residual" in repr(layer.solve(x))
+    assert repr(layer.solve(x[:0])) == "Solution(empty; evals 0, z [0, 4] torch.float64)"
+    texts = []
+
+    def f(x):
+        texts.append(repr(layer.solve(x)))
+        return x
+
+    torch.func.vmap(f)(x[:, None])
+    assert texts == ["Solution(z [1, 4] torch.float64)"]

@@ -92,7 +92,7 @@ def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = 
 
     `closed`: whether those tensors are all fields of fn; None finds out.
     """
-    problem = replace(problem, logs=(*_logs.get(), *(log for log in problem.logs if log not in _logs.get())))
+    problem = replace(problem, logs=tuple({id(log): log for log in (*_logs.get(), *problem.logs)}.values()))
     found = Record()
     if closed or (closed is None and _is_closed(fn, z0)):
         operands = (leaf.tensor for leaf in fn.leaves())

@@ -1,11 +1,13 @@
 """Equilibrium: the layer x -> z with z = f(z, x); Cell: the parameters of f."""
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -62,7 +64,18 @@ class _Policy:
         message = f"Equilibrium, {phase} solve: {solution.explain()}"
         if self.on_failure == "raise":
             raise ConvergenceError(message, solution)
-        warnings.warn(message, ConvergenceWarning, stacklevel=2)
+        warnings.warn(message, ConvergenceWarning, stacklevel=_stacklevel())
+
+
+def _stacklevel() -> int:
+    """How many frames up the caller's own code is: the first frame that is neither ours nor PyTorch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (sys.modules[__package__], torch) if module.__file__)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -188,17 +188,17 @@ class Trace:
         return torch.cat([r[i == sample] for i, r in zip(self.rows, self.residual, strict=True)])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Solution:
     """The best z found for each sample and how good it is: `residual` is |f(z) - z| / |f(z)| of that very z."""
 
     z: Tensor
-    codes: Tensor = field(repr=False)  # per sample, the position in Status
+    codes: Tensor  # per sample, the position in Status
     residual: Tensor
     steps: Tensor
     evals: int
     stop: Stop
-    trace: Trace | None = field(default=None, repr=False)
+    trace: Trace | None = None
 
     @property
     def converged(self) -> Tensor:
@@ -214,6 +214,14 @@ class Solution:
     def status(self) -> Status:
         """The worst status of the batch."""
         return max(self.statuses, key=_CODES.index, default=Status.CONVERGED)
+
+    def __repr__(self) -> str:
+        shape = f"z {list(self.z.shape)} {self.z.dtype}"
+        if torch._C._functorch.is_functorch_wrapped_tensor(self.codes):  # inside a torch.func transform values are not known
+            return f"Solution({shape})"
+        counts = ", ".join(f"{count} {status.name}" for status, count in Counter(self.statuses).items())
+        worst = f"worst residual {self.residual.max().item():.1e}, most steps {int(self.steps.max())}, " if len(self.codes) else ""
+        return f"Solution({counts or 'empty'}; {worst}evals {self.evals}, {shape})"
 
     def explain(self) -> str:
         """What happened, how far it got, what to try."""
