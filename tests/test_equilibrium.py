@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from copy import deepcopy
 from dataclasses import dataclass
 
 import pytest
@@ -71,6 +72,19 @@ def test_the_solve_runs_in_the_dtype_of_z0():
     x = inputs()
     assert Equilibrium(cell)(x.float()).dtype is torch.float64  # promoted with the parameters
     assert Equilibrium(cell)(x, z0=torch.zeros(5, 4)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(), Broyden(), Newton()], ids=lambda s: type(s).__name__)
+def test_half_precision_all_through(solver):
+    torch.manual_seed(0)
+    cell = OptEq(3, 4, 5, activation="tanh").half()
+    x = torch.randn(6, 3).half().requires_grad_()
+    solution = Equilibrium(cell, solver, Stop(rtol=1e-2), on_failure="raise").solve(x)
+    solution.z.sum().backward()
+    exact = Equilibrium(deepcopy(cell).double(), stop=TIGHT)(x.detach().double())
+    assert solution.z.dtype is torch.float16
+    assert (solution.z - exact).abs().max() < 2e-2 * exact.abs().max()
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("batch", [0, 1])
@@ -173,6 +187,18 @@ def test_a_map_that_claims_to_be_closed_costs_no_extra_evaluation():
     Counting.closed = False
     assert layer.solve(x).evals == len(calls) - 1
     assert calls[0] == 1  # on one sample
+
+
+def test_finding_captured_tensors_evaluates_f_where_it_is_defined():
+    """f may have a domain, here invertible matrices: it must not be probed at zeros."""
+
+    def f(z, x):
+        return 0.3 * torch.tanh(torch.linalg.solve(x, z))
+
+    layer = Equilibrium(FunctionCell(f, (3,)), on_failure="raise")
+    x = torch.eye(3).repeat(4, 1, 1).requires_grad_()
+    layer(x).sum().backward()
+    assert torch.func.vmap(layer)(x.detach()[:, None]).shape == (4, 1, 3)
 
 
 # what f may contain

@@ -16,7 +16,7 @@ from opteq.checks import check_integer
 from opteq.solve import Jacobian, Map, Solver, State, flat, norm, per_sample, per_sample_like
 from opteq.tree import Leaf
 
-__all__ = ["CG", "GMRES", "LinearizedMap", "Neumann", "combine", "compacted", "dots", "linear_solver"]
+__all__ = ["CG", "GMRES", "LinearizedMap", "Neumann", "at_least_single", "combine", "compacted", "dots", "linear_solver"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ def _start(fn: LinearizedMap, v0: Tensor) -> tuple[Tensor, int]:
 def dots(rows: Tensor, v: Tensor) -> Tensor:
     """<rows_j, v> for each sample: [batch, j, n], [batch, n] -> [batch, j]."""
     return torch.bmm(v[:, None], rows.transpose(1, 2))[:, 0]  # eight times as fast as rows @ v on CPU
+
+
+def at_least_single(tensor: Tensor) -> Tensor:
+    """The tensor in float32 or better, which factorisations need."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def combine(weights: Tensor, rows: Tensor) -> Tensor:
@@ -201,8 +206,9 @@ class GMRESState(State):
         diagonal = R.diagonal(dim1=1, dim2=2)
         singular = diagonal == 0  # a breakdown: leave that direction out
         R = R + torch.diag_embed(singular.to(R.dtype))
-        y: Tensor = torch.linalg.solve_triangular(R, torch.where(singular, 0, rhs)[:, :, None], upper=True)
-        return y[:, :, 0]
+        rhs = torch.where(singular, 0, rhs)[:, :, None]
+        y: Tensor = torch.linalg.solve_triangular(at_least_single(R), at_least_single(rhs), upper=True)
+        return y[:, :, 0].to(R.dtype)
 
     def candidate(self) -> Tensor:
         if self.j == 0:

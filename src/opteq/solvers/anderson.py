@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.checks import check_integer, check_number
-from opteq.linear import combine, compacted, dots
+from opteq.linear import at_least_single, combine, compacted, dots
 from opteq.solve import Map, Solver, State, first_value, flat, norm
 
 
@@ -84,10 +84,10 @@ class Anderson(Solver):
         gram = state.gram[:, : state.used, : state.used]
         diagonal = gram.diagonal(dim1=1, dim2=2)
         ridge = 10 * torch.finfo(r.dtype).eps if self.ridge is None else self.ridge
-        system = gram + torch.diag_embed(torch.where(diagonal > 0, ridge, 1.0))
+        system = at_least_single(gram + torch.diag_embed(torch.where(diagonal > 0, ridge, 1.0)))
         factor, info = torch.linalg.cholesky_ex(system)
         rhs = dots(state.dR[:, : state.used], r)
-        weights = torch.cholesky_solve(rhs[:, :, None], factor)[:, :, 0]
+        weights = torch.cholesky_solve(at_least_single(rhs)[:, :, None], factor)[:, :, 0].to(r.dtype)
         usable = (info == 0) & weights.isfinite().all(dim=1)
         return torch.where(usable[:, None], weights, torch.zeros_like(weights))
 
