@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from opteq.autograd import Problem, Report, call, equilibrium, quarantined
 from opteq.checks import check_instance, check_integer, check_number
 from opteq.linear import linear_solver
-from opteq.solve import Map, Solution, Solver, State, Status, Stop, first_value
+from opteq.solve import Map, Solution, Solver, State, Status, Stop, ValueState, first_value
 from opteq.solvers import Anderson, Picard
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class _Hold(Solver):
     """Stays where it is: for judging a given z."""
 
     def init(self, fn: Map, z0: Tensor) -> State:
-        return State(z0, first_value(fn, z0), 1)
+        return ValueState(z0, 1, first_value(fn, z0))
 
     def step(self, fn: Map, state: State) -> State:
         return state

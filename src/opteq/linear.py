@@ -7,7 +7,7 @@ M is the Jacobian of a map, or its transpose, known by its products only.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -117,8 +117,12 @@ def compacted(leaf: Leaf, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CGState(State):
-    """The iterate is z + unit x: directions and residuals are kept near 1, so that no scale of g overflows."""
+    """The iterate is z + unit x: directions and residuals are kept near 1, so that no scale of g overflows.
 
+    x, r and p change in place.
+    """
+
+    exact: ClassVar[bool] = False
     x: Tensor
     r: Tensor
     p: Tensor
@@ -150,23 +154,25 @@ class CG(Solver):
         size = norm(r)
         unit = torch.where(size > 0, size, torch.ones_like(size))
         r = r / per_sample_like(unit, r)
-        return CGState(z0, None, evals, x=torch.zeros_like(r), r=r, p=r, rr=_dot(r, r), unit=unit)
+        return CGState(z0, evals, x=torch.zeros_like(r), r=r, p=r.clone(), rr=_dot(r, r), unit=unit)
 
     def step(self, fn: Map, state: State) -> CGState:
         assert isinstance(state, CGState)
-        p = state.p
+        x, r, p = state.x, state.r, state.p
         q = p - _linear(self, fn).product(p)
         length = per_sample_like(_ratio(state.rr, _dot(p, q)), p)
-        x, r = torch.addcmul(state.x, length, p), torch.addcmul(state.r, length, q, value=-1)
+        x.addcmul_(length, p)
+        r.addcmul_(length, q, value=-1)
         rr = _dot(r, r)
-        p = torch.addcmul(r, per_sample_like(_ratio(rr, state.rr), p), p)
-        return replace(state, evals=state.evals + 1, x=x, r=r, p=p, rr=rr)
+        p.mul_(per_sample_like(_ratio(rr, state.rr), p)).add_(r)
+        return replace(state, evals=state.evals + 1, rr=rr)
 
 
 @dataclass(frozen=True)
 class NeumannState(State):
     """The partial sum z and the next term r, which is also its residual."""
 
+    exact: ClassVar[bool] = False
     r: Tensor
 
     def estimate(self) -> tuple[Tensor, Tensor]:
@@ -182,17 +188,18 @@ class Neumann(Solver):
 
     def init(self, fn: Map, z0: Tensor) -> NeumannState:
         r, evals = _start(_linear(self, fn), z0)
-        return NeumannState(z0, None, evals, r)
+        return NeumannState(z0, evals, r)
 
     def step(self, fn: Map, state: State) -> NeumannState:
         assert isinstance(state, NeumannState)
-        return NeumannState(state.z + state.r, None, state.evals + 1, _linear(self, fn).product(state.r))
+        return NeumannState(state.z + state.r, state.evals + 1, _linear(self, fn).product(state.r))
 
 
 @dataclass(frozen=True)
 class GMRESState(State):
     """One cycle of Arnoldi's method from z: (I - M) V' = V' H, and H = Q' R by accumulated rotations."""
 
+    exact: ClassVar[bool] = False
     V: Tensor  # [batch, restart + 1, n], orthonormal rows
     R: Tensor  # [batch, restart, restart], upper triangular
     Q: Tensor  # [batch, restart + 1, restart + 1], orthogonal
@@ -257,7 +264,7 @@ def _cycle(z: Tensor, r: Tensor, V: Tensor, evals: int) -> GMRESState:
     beta = norm(r)
     V[:, 0] = torch.where(beta[:, None] > 0, flat(r) / beta[:, None], torch.zeros_like(V[:, 0]))
     Q = torch.eye(rows, dtype=V.dtype, device=V.device).repeat(batch, 1, 1)
-    return GMRESState(z, None, evals, V, V.new_zeros(batch, rows - 1, rows - 1), Q, beta, 0)
+    return GMRESState(z, evals, V, V.new_zeros(batch, rows - 1, rows - 1), Q, beta, 0)
 
 
 def _expand(product: Callable[[Tensor], Tensor], state: GMRESState) -> GMRESState:

@@ -134,24 +134,27 @@ class CallableMap(Map):
 
 
 @dataclass(frozen=True)
-class State(Tree):
-    """What a solver carries from step to step; every tensor is batch first. No step may change `z` or `fz` in place.
+class State(Tree, ABC):
+    """What a solver carries from step to step; every tensor is batch first. No step may change `z` in place.
 
-    A state that does not hold f(z) sets `fz` to None and overrides `estimate`; the loop then evaluates f at candidates.
+    An exact state knows f(z). Others set `exact = False` and only estimate the residual; the loop then evaluates f at candidates.
     """
 
+    exact: ClassVar[bool] = True
     z: Tensor
-    fz: Tensor | None
     evals: int  # evaluations of f and products with its Jacobian so far
+
+    @abstractmethod
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        """(|f(z) - z|, |f(z)|) for each sample: exact or estimated."""
 
     def candidate(self) -> Tensor:
         """The iterate, for states that compute it on demand."""
         return self.z
 
-    def estimate(self) -> tuple[Tensor, Tensor]:
-        """(|f(z) - z|, |f(z)|) per sample: exact here, estimated by states that hold no f(z)."""
-        assert self.fz is not None
-        return norm(self.fz - self.z), norm(self.fz)
+    def value(self) -> Tensor:
+        """f(z), for exact states."""
+        raise TypeError(f"{type(self).__name__} holds an estimate only.")
 
     def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
         """The state after learning that f(z[rows]) = fz, though the estimate had called these samples converged."""
@@ -160,6 +163,47 @@ class State(Tree):
     def select(self, rows: Tensor) -> Self:
         """The state of some samples only."""
         return self.replace_leaves(lambda leaf: leaf.tensor.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class ValueState(State):
+    """z and f(z)."""
+
+    fz: Tensor
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        return norm(self.fz - self.z), norm(self.fz)
+
+    def value(self) -> Tensor:
+        return self.fz
+
+
+@dataclass(frozen=True)
+class ResidualState(State):
+    """z and r = f(z) - z, with their sizes: f(z) itself is not kept, to save memory."""
+
+    r: Tensor
+    size: Tensor  # |r|
+    scale: Tensor  # |f(z)|
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        return self.size, self.scale
+
+    def value(self) -> Tensor:
+        return self.z + self.r
+
+
+def residual_at(z: Tensor, fz: Tensor) -> dict[str, Tensor]:
+    """The fields of a ResidualState at z."""
+    r = fz - z
+    return {"z": z, "r": r, "size": norm(r), "scale": norm(fz)}
+
+
+def moved(fn: Map, z: Tensor, move: Tensor) -> dict[str, Tensor]:
+    """The fields of a ResidualState at z + move, the move given as rows."""
+    z = z + move.view_as(z)
+    del move  # the caller has no other use of it, and f may need the memory
+    return residual_at(z, fn(z))
 
 
 class Solver(ABC):
@@ -260,10 +304,10 @@ def norm(z: Tensor) -> Tensor:
     unsafe = ~((plain > math.sqrt(info.tiny) / info.eps) & (plain < math.inf))
     if not unsafe.any():
         return plain
-    largest = rows.abs().amax(dim=1)
-    scale = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
-    scaled = torch.linalg.vector_norm(rows / scale[:, None], dim=1) * scale
-    return torch.where(unsafe, scaled, plain)
+    largest = torch.linalg.vector_norm(rows, math.inf, dim=1)
+    again = (unsafe & (largest > 0) & largest.isfinite()).nonzero()[:, 0]
+    unit = largest[again]
+    return plain.index_copy(0, again, torch.linalg.vector_norm(rows[again] / unit[:, None], dim=1) * unit)
 
 
 def first_value(fn: Map, z0: Tensor) -> Tensor:
@@ -340,18 +384,18 @@ class _Loop:
         last = step == self.stop.max_steps
         size, scale = state.estimate()
         known = torch.ones_like(self.live)
-        z, fz = state.z, state.fz
-        if fz is None:  # estimates drive, truth decides
+        z = state.z
+        if not state.exact:  # estimates drive, truth decides
             known = self.live & (self.meets(size, scale) | last)
             if known.any():
-                state, z, fz, size, scale = self.verify(state, known, size, scale)
+                state, z, size, scale = self.verify(state, known, size, scale)
         finite = size.isfinite() & scale.isfinite()
         self.start = torch.maximum(self.start, scale) if step == 0 else self.start
         self.peak = torch.where(finite, torch.maximum(self.peak, size), self.peak)
         risen = size > 0.5 * self.peak
         good = self.live & known & finite & self.meets(size, scale)
-        if fz is not None and (good & risen).any():
-            good &= ~risen | self.turns(z, fz, size)
+        if (good & risen).any():
+            good &= ~risen | self.turns(state, z, size)
         growth = torch.where(self.start > 0, scale / self.start, torch.zeros_like(scale))
         residual = torch.where(size > 0, size / scale, torch.zeros_like(size))
         better = self.live & known & finite & ~(residual >= self.residual[self.rows])
@@ -367,23 +411,27 @@ class _Loop:
     def meets(self, size: Tensor, scale: Tensor) -> Tensor:
         return size <= self.stop.atol + self.stop.rtol * scale
 
-    def verify(self, state: State, wanted: Tensor, size: Tensor, scale: Tensor) -> tuple[State, Tensor, Tensor, Tensor, Tensor]:
+    def verify(self, state: State, wanted: Tensor, size: Tensor, scale: Tensor) -> tuple[State, Tensor, Tensor, Tensor]:
         """Evaluate f at the iterates of the wanted rows, and put the truth in place of the estimate."""
         z = state.candidate()
         rows = wanted.nonzero()[:, 0]
-        chosen = z[rows]
-        value = self.fn.select(rows)(chosen) if self.fn.independent else self.fn(z)[rows]
+        if self.fn.independent and 2 * rows.numel() <= wanted.numel():
+            fn, at = self.fn.select(rows), z[rows]
+        else:  # copying so many samples would cost more than evaluating all
+            fn, at, rows = self.fn, z, torch.arange(wanted.numel(), device=z.device)
+        value = fn(at)
         self.evals += 1
-        size, scale = size.index_copy(0, rows, norm(value - chosen)), scale.index_copy(0, rows, norm(value))
-        failed = ~self.meets(size, scale)[rows]
+        size, scale = size.index_copy(0, rows, norm(value - at)), scale.index_copy(0, rows, norm(value))
+        failed = (wanted & ~self.meets(size, scale))[rows]
         if failed.any():
-            state = state.corrected(rows[failed], chosen[failed], value[failed])
-        return state, z, z.index_copy(0, rows, value), size, scale
+            state = state.corrected(rows[failed], at[failed], value[failed])
+        return state, z, size, scale
 
-    def turns(self, z: Tensor, fz: Tensor, size: Tensor) -> Tensor:
+    def turns(self, state: State, z: Tensor, size: Tensor) -> Tensor:
         """Whether the residual changes along itself: for f(z) = z + 1 it never does, however small it is beside z."""
-        self.evals += 1
-        return norm(self.fn(fz) - fz - (fz - z)) > 1e-3 * size
+        fz = state.value() if state.exact else self.fn(z)
+        self.evals += 1 if state.exact else 2
+        return norm((self.fn(fz) - fz).sub_(fz).add_(z)) > 1e-3 * size
 
     def keep(self, mask: Tensor, z: Tensor, residual: Tensor) -> None:
         """Store the rows of z under the mask as the best of their samples."""

@@ -8,26 +8,20 @@ import torch
 from torch import Tensor
 
 from opteq.checks import check_integer, check_number
-from opteq.linear import at_least_single, combine, compacted, dots
-from opteq.solve import Map, Solver, State, first_value, flat, norm
+from opteq.linear import at_least_single, compacted, dots
+from opteq.solve import Map, ResidualState, Solver, State, first_value, flat, moved, norm, residual_at
 
 
 @dataclass(frozen=True)
-class AndersonState(State):
+class AndersonState(ResidualState):
     """With r = f(z) - z, differences between successive steps of r (`dR`) and of z + mixing r (`dG`), both divided by |dr|."""
 
-    r: Tensor
-    size: Tensor  # |r|
     dR: Tensor  # [batch, memory, n]
     dG: Tensor  # [batch, memory, n]
     gram: Tensor  # [batch, memory, memory], of dR: the diagonal is 1, or 0 in an empty slot
     best: Tensor  # [batch], the smallest |r| since the last restart
     slot: int  # the next row to overwrite
     used: int  # rows that hold something
-
-    def estimate(self) -> tuple[Tensor, Tensor]:
-        assert self.fz is not None
-        return self.size, norm(self.fz)
 
     def select(self, rows: Tensor) -> Self:
         return self.replace_leaves(
@@ -60,24 +54,26 @@ class Anderson(Solver):
             check_number(self, "restart", self.restart, 1.0, open_low=True)
 
     def init(self, fn: Map, z0: Tensor) -> AndersonState:
-        fz = first_value(fn, z0)
-        r = fz - z0
-        size = norm(r)
-        batch, n = z0.shape[0], z0[0].numel()
+        fields = residual_at(z0, first_value(fn, z0))
+        batch, n = flat(z0).shape
         dR, dG = z0.new_empty(batch, self.memory, n), z0.new_empty(batch, self.memory, n)
         gram = z0.new_zeros(batch, self.memory, self.memory)
-        return AndersonState(z0, fz, 1, r, size, dR, dG, gram, best=size, slot=0, used=0)
+        return AndersonState(evals=1, **fields, dR=dR, dG=dG, gram=gram, best=fields["size"], slot=0, used=0)
 
     def step(self, fn: Map, state: State) -> AndersonState:
         assert isinstance(state, AndersonState)
+        return self._remember(state, moved(fn, state.z, self._move(state)))
+
+    def _move(self, state: AndersonState) -> Tensor:
+        """The step, which is also left in the slot of dG that comes next."""
         r = flat(state.r)
-        move = self.mixing * r
         if state.used:
-            move -= combine(self._weights(state, r), state.dG[:, : state.used])
-        z = state.z + move.view_as(state.z)
-        fz = fn(z)
-        new = fz - z
-        return self._remember(state, z, fz, new, move)
+            weights, rows = self._weights(state, r), state.dG[:, : state.used]
+            move = torch.baddbmm(r[:, None], weights[:, None], rows, beta=self.mixing, alpha=-1)[:, 0]
+        else:
+            move = self.mixing * r
+        state.dG[:, state.slot] = move
+        return move
 
     def _weights(self, state: AndersonState, r: Tensor) -> Tensor:
         """c = (gram + ridge)^-1 dR r by Cholesky; samples for which that fails take c = 0, a Picard step."""
@@ -91,16 +87,17 @@ class Anderson(Solver):
         usable = (info == 0) & weights.isfinite().all(dim=1)
         return torch.where(usable[:, None], weights, torch.zeros_like(weights))
 
-    def _remember(self, state: AndersonState, z: Tensor, fz: Tensor, r: Tensor, move: Tensor) -> AndersonState:
+    def _remember(self, state: AndersonState, fields: dict[str, Tensor]) -> AndersonState:
         """The next state: overwrite the oldest difference, and empty the history of samples that got much worse."""
-        size, slot, used = norm(r), state.slot, min(state.used + 1, self.memory)
-        dr = flat(r - state.r)
-        length = norm(dr)[:, None]
-        noise = 2 * torch.finfo(dr.dtype).eps * norm(fz)[:, None]  # a change below this is rounding, and teaches nothing
-        inverse = torch.where(length > noise, 1 / length, torch.zeros_like(length))
-        state.dR[:, slot] = dr * inverse
-        state.dG[:, slot] = (move + self.mixing * dr) * inverse
-        products = dots(state.dR[:, :used], state.dR[:, slot])
+        size, slot, used = fields["size"], state.slot, min(state.used + 1, self.memory)
+        dr, dg = state.dR[:, slot], state.dG[:, slot]
+        torch.sub(flat(fields["r"]), flat(state.r), out=dr)
+        dg.add_(dr, alpha=self.mixing)
+        length, noise = norm(dr), 2 * torch.finfo(dr.dtype).eps * fields["scale"]  # below the noise, a change is only rounding
+        inverse = torch.where(length > noise, 1 / length, 0)[:, None]
+        dr.mul_(inverse)
+        dg.mul_(inverse)
+        products = dots(state.dR[:, :used], dr)
         state.gram[:, slot, :used] = products
         state.gram[:, :used, slot] = products
         worse = ~(size <= self.restart * state.best)
@@ -109,6 +106,4 @@ class Anderson(Solver):
             for tensor in (state.dR, state.dG, state.gram):
                 tensor[rows] = 0
         best = torch.where(worse, size, torch.minimum(state.best, size))
-        return replace(
-            state, z=z, fz=fz, evals=state.evals + 1, r=r, size=size, best=best, slot=(slot + 1) % self.memory, used=used
-        )
+        return replace(state, evals=state.evals + 1, **fields, best=best, slot=(slot + 1) % self.memory, used=used)

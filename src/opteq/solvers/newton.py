@@ -7,20 +7,14 @@ from torch import Tensor
 
 from opteq.checks import check_integer, check_number
 from opteq.linear import LinearizedMap, linear_solver
-from opteq.solve import Map, Solver, State, Stop, first_value, norm, per_sample_like, solve
+from opteq.solve import Map, ResidualState, Solver, State, Stop, first_value, per_sample_like, residual_at, solve
 
 
 @dataclass(frozen=True)
-class NewtonState(State):
+class NewtonState(ResidualState):
     """The iterate, its residual, and the residual not to exceed."""
 
-    r: Tensor  # f(z) - z
-    size: Tensor  # |r|
     start: Tensor  # |r| at z0
-
-    def estimate(self) -> tuple[Tensor, Tensor]:
-        assert self.fz is not None
-        return self.size, norm(self.fz)
 
 
 @dataclass(frozen=True)
@@ -42,10 +36,8 @@ class Newton(Solver):
         check_integer(self, "halvings", self.halvings, 0)
 
     def init(self, fn: Map, z0: Tensor) -> NewtonState:
-        fz = first_value(fn, z0)
-        r = fz - z0
-        size = norm(r)
-        return NewtonState(z0, fz, 1, r, size, start=size)
+        fields = residual_at(z0, first_value(fn, z0))
+        return NewtonState(evals=1, start=fields["size"], **fields)
 
     def step(self, fn: Map, state: State) -> NewtonState:
         assert isinstance(state, NewtonState)
@@ -65,24 +57,13 @@ class Newton(Solver):
             if not waiting.any():
                 return current
             length /= 2
-        assert state.fz is not None
-        return _try(fn, current, waiting, state.fz, state.start)[0]
+        return _try(fn, current, waiting, state.value(), state.start)[0]
 
 
 def _try(fn: Map, state: NewtonState, waiting: Tensor, z: Tensor, bound: Tensor) -> tuple[NewtonState, Tensor]:
     """Move the waiting samples to z where that keeps the residual within the bound."""
-    fz = fn(z)
-    r = fz - z
-    size = norm(r)
-    taken = waiting & (size <= bound)
-    mask = per_sample_like(taken, z)
-    assert state.fz is not None
-    moved = replace(
-        state,
-        z=torch.where(mask, z, state.z),
-        fz=torch.where(mask, fz, state.fz),
-        evals=state.evals + 1,
-        r=torch.where(mask, r, state.r),
-        size=torch.where(taken, size, state.size),
-    )
-    return moved, waiting & ~taken
+    tried = residual_at(z, fn(z))
+    taken = waiting & (tried["size"] <= bound)
+    if not taken.all():
+        tried = {name: torch.where(per_sample_like(taken, t), t, getattr(state, name)) for name, t in tried.items()}
+    return replace(state, evals=state.evals + 1, **tried), waiting & ~taken

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opteq.checks import check_number
-from opteq.solve import Map, Solver, State, first_value
+from opteq.solve import Map, Solver, State, ValueState, first_value
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Picard(Solver):
     def __post_init__(self) -> None:
         check_number(self, "damping", self.damping, 0.0, 1.0, open_low=True)
 
-    def init(self, fn: Map, z0: Tensor) -> State:
-        return State(z0, first_value(fn, z0), 1)
+    def init(self, fn: Map, z0: Tensor) -> ValueState:
+        return ValueState(z0, 1, first_value(fn, z0))
 
-    def step(self, fn: Map, state: State) -> State:
-        assert state.fz is not None
+    def step(self, fn: Map, state: State) -> ValueState:
+        assert isinstance(state, ValueState)
         z = state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
-        return State(z, fn(z), state.evals + 1)
+        return ValueState(z, state.evals + 1, fn(z))
