@@ -28,7 +28,7 @@ def _relu_slope(a: Tensor) -> Tensor:
 
 
 def _leaky_slope(a: Tensor) -> Tensor:
-    return torch.where(a > 0, 1.0, 0.01).to(a.dtype)
+    return torch.where(a > 0, torch.ones_like(a), 0.01)
 
 
 def _tanh_slope(a: Tensor) -> Tensor:

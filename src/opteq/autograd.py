@@ -109,6 +109,9 @@ _HAND_OVER = (
 )
 
 
+_SECOND_ORDER = "f captures a tensor; its derivatives are exact up to the second order only. " + _HAND_OVER
+
+
 def _is_closed(fn: Map, z0: Tensor) -> bool:
     """Whether every tensor with derivatives that f uses is an operand: declared, or found by evaluating f on constants."""
     if fn.closed or z0.shape[0] == 0:
@@ -128,6 +131,8 @@ def _is_closed(fn: Map, z0: Tensor) -> bool:
             with _Spy():
                 out = plain(constant(z0, True))
         except _TransformedError as found:
+            if found.order > 2:
+                raise RuntimeError(_SECOND_ORDER) from None
             if found.mapped:
                 raise RuntimeError("f captures a tensor that torch.func.vmap maps over, and cannot see. " + _HAND_OVER) from None
             return False
@@ -140,7 +145,10 @@ class _TransformedError(Exception):
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
-        self.mapped = _is_mapped(tensor)
+        self.mapped, self.order = _is_mapped(tensor), 0
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            self.order += torch._C._functorch.is_gradtrackingtensor(tensor)
+            tensor = torch._C._functorch.get_unwrapped(tensor)
 
 
 def underlying(tensor: Tensor) -> Tensor:
@@ -182,10 +190,11 @@ def _run(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
     found.evals += solution.evals
     found.trace = solution.trace
     found.nonfinite |= Status.NONFINITE in solution.statuses
+    told = replace(solution, z=solution.z.detach())  # another tensor: autograd will make solution.z part of its graph
     for log in problem.logs:
         if log.open:
-            log.append(solution)
-    problem.report(solution, problem.phase)
+            log.append(told)
+    problem.report(told, problem.phase)
     return solution.z, solution.codes, solution.residual, solution.steps
 
 
@@ -249,7 +258,8 @@ class _Equilibrium(torch.autograd.Function):
         shared_weights = all(per or dim is None for per, dim in zip(batched, dims, strict=True))
         if template.independent and shared_weights:
             folded = [_folded(t, d, size) if per else t for t, d, per in zip(tensors, dims, batched, strict=True)]
-            outputs = tuple(out.reshape(size, out.shape[0] // size, *out.shape[1:]) for out in apply(*folded))
+            rows = tensors[0].shape[1 if dims[0] == 0 else 0]
+            outputs = tuple(out.reshape(size, rows, *out.shape[1:]) for out in apply(*folded))
         else:  # weights are mapped too (an ensemble): one copy after the other
             runs = [apply(*(t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True))) for i in range(size)]
             outputs = tuple(torch.stack(outs) for outs in zip(*runs, strict=True))
@@ -286,11 +296,16 @@ def _linearized(fn: Map, z: Tensor, g: Tensor, problem: Problem, *, transposed: 
     return equilibrium(equation, torch.zeros_like(g), problem.derived(fn, z.dtype, phase), closed=closed)[0].z
 
 
+def finite(codes: Tensor) -> Tensor:
+    """Which samples did not meet NaN or infinity."""
+    return codes != tuple(Status).index(Status.NONFINITE)
+
+
 def quarantined(
     template: Map, operands: Sequence[Tensor], z: Tensor, g: Tensor, codes: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Replace samples that met NaN or infinity by zeros with a zero cotangent: they must not spoil the gradient of the others."""
-    sound = codes != tuple(Status).index(Status.NONFINITE)
+    sound = finite(codes)
 
     def clean(tensor: Tensor) -> Tensor:
         return torch.where(per_sample_like(sound, tensor), tensor, torch.zeros_like(tensor))
@@ -306,7 +321,7 @@ def _attach(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
     makes second derivatives exact; higher ones are refused.
     """
     if problem.order > 2:
-        raise RuntimeError("f captures tensors; their derivatives are exact up to the second order only. " + _HAND_OVER)
+        raise RuntimeError(_SECOND_ORDER)
     if _is_mapped(z0) or any(_is_mapped(leaf.tensor) for leaf in fn.leaves()):
         raise RuntimeError(_NOT_MAPPED)
     with torch.no_grad():

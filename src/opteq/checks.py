@@ -53,12 +53,16 @@ def check_shape(owner: object, name: str, value: Tensor, trailing: Sequence[int]
         raise ValueError(invalid(owner, name, f"of shape [{wanted}]", list(value.shape)))
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether every entry is finite: one pass, no temporary of the tensor's size."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low.isfinite() & high.isfinite())
+
+
 def check_finite(owner: object, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError naming the first tensor with NaN or infinity; one pass over each."""
-    named = [(name, torch.aminmax(t.detach())) for name, t in tensors if t.numel() and t.is_floating_point()]
-    if not named:
-        return
-    sound = torch.stack([(low.isfinite() & high.isfinite()).cpu() for _, (low, high) in named])
-    if not sound.all():
-        name = named[int((~sound).nonzero()[0])][0]
-        raise ValueError(f"The '{name}' parameter of {type(owner).__name__} must be finite. Got NaN or infinity instead.")
+    """Raise ValueError naming the first tensor with NaN or infinity."""
+    for name, tensor in tensors:
+        if not all_finite(tensor):
+            raise ValueError(f"The '{name}' parameter of {type(owner).__name__} must be finite. Got NaN or infinity instead.")

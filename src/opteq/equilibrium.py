@@ -1,5 +1,6 @@
 """Equilibrium: the layer x -> z with z = f(z, x); Cell: the parameters of f."""
 
+import math
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from opteq.autograd import underlying
-from opteq.checks import check_finite, check_floating, check_instance, invalid
+from opteq.checks import all_finite, check_finite, check_floating, check_instance, invalid
 from opteq.gradients import Gradient, Implicit
-from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop
+from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop, per_sample_like
 
 __all__ = ["Cell", "ConvergenceWarning", "Equilibrium", "OnFailure"]
 
@@ -76,6 +77,16 @@ def _stacklevel() -> int:
 
 
 _LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (sys.modules[__package__], torch) if module.__file__)
+
+
+def _set_aside(x: Tensor, z0: Tensor) -> tuple[Tensor, Tensor]:
+    """Samples with NaN or infinity in x never enter f, where they would spoil the gradients of shared weights.
+
+    Their x is replaced by zeros, and their start by NaN, which the loop answers with the status NONFINITE.
+    """
+    sound = x.isfinite().reshape(x.shape[0], -1).all(dim=1)
+    x = torch.where(per_sample_like(sound, x), x, torch.zeros_like(x))
+    return x, torch.where(per_sample_like(sound, z0), z0, torch.full_like(z0, math.nan))
 
 
 @contextmanager
@@ -148,8 +159,10 @@ class Equilibrium(nn.Module):
             if parameter.device != x.device:
                 raise ValueError(invalid(self, "x", f"on {parameter.device}, where '{name}' of the cell is", str(x.device)))
         check_finite(self.cell, ((name, underlying(p)) for name, p in self.cell.named_parameters()))
-        fn = self.cell.bind(x)
         start = self._start(x, z0)
+        if not all_finite(underlying(x)):
+            x, start = _set_aside(x, start)
+        fn = self.cell.bind(x)
         fn = fn.replace_leaves(lambda leaf: leaf.tensor.to(start.dtype) if leaf.tensor.is_floating_point() else leaf.tensor)
         with _refusing_layers(self.cell):
             return self.gradient.attach(fn, start, self.solver, self.stop, _Policy(self.on_failure))

@@ -1,5 +1,6 @@
 """How an equilibrium is differentiated: exactly (Implicit), through a fixed depth (Unrolled), or approximately."""
 
+import math
 from abc import ABC, abstractmethod
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq.autograd import Problem, Report, call, equilibrium, quarantined
-from opteq.checks import check_instance, check_integer, check_number
+from opteq.autograd import Problem, Report, call, equilibrium, finite, quarantined, underlying
+from opteq.checks import all_finite, check_instance, check_integer, check_number
 from opteq.linear import linear_solver
-from opteq.solve import Map, Solution, Solver, State, Status, Stop, ValueState, first_value
+from opteq.solve import Map, Solution, Solver, State, Status, Stop, ValueState, first_value, per_sample_like
 from opteq.solvers import Anderson, Picard
 
 if TYPE_CHECKING:
@@ -94,17 +95,22 @@ class Unrolled(Gradient):
         if not solver.differentiable:
             name = type(solver).__name__
             raise TypeError(f"Unrolled needs a solver whose steps can be differentiated, such as Picard. Got {name} instead.")
+        z0, sound = _without_nan(z0)
         with torch.autocast(z0.device.type, enabled=False):
             state = solver.init(fn, z0)
             for _ in range(self.steps):
                 state = solver.step(fn, state)
+        z, judged_at = state.z, state.z
+        if sound is not None:
+            z = torch.where(sound, z, z.detach())
+            judged_at = torch.where(sound, z, torch.full_like(z, math.nan))
 
         def report_unless_slow(solution: Solution, phase: str) -> None:
             if solution.status is not Status.MAX_STEPS:
                 report(solution, phase)
 
-        judged = _value(fn, state.z, _Hold(), replace(stop, max_steps=1), report_unless_slow)[0]
-        return replace(judged, z=state.z, steps=torch.full_like(judged.steps, self.steps), evals=state.evals + judged.evals)
+        judged = _value(fn, judged_at, _Hold(), replace(stop, max_steps=1), report_unless_slow)[0]
+        return replace(judged, z=z, steps=torch.full_like(judged.steps, self.steps), evals=state.evals + judged.evals)
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,8 @@ class Phantom(Gradient):
         with torch.autocast(z.device.type, enabled=False):
             for _ in range(self.steps):
                 carrier = torch.lerp(carrier, fn(carrier), self.damping)
+        if nonfinite:
+            carrier = torch.where(per_sample_like(finite(solution.codes), z), carrier, z)
         return replace(solution, z=call(_Carried, solution.z, carrier))
 
 
@@ -147,6 +155,14 @@ def _value(fn: Map, z0: Tensor, solver: Solver, stop: Stop, report: Report) -> t
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
         solution, found = equilibrium(fn.detach(), z0.detach(), Implicit().problem(fn, solver, stop, report))
     return solution, found.nonfinite
+
+
+def _without_nan(z0: Tensor) -> tuple[Tensor, Tensor | None]:
+    """z0 with its unsound samples replaced by zeros, and a mask of the sound ones; no mask if all are."""
+    if all_finite(underlying(z0)):
+        return z0, None
+    sound = per_sample_like(z0.isfinite().reshape(z0.shape[0], -1).all(dim=1), z0)
+    return torch.where(sound, z0, torch.zeros_like(z0)), sound
 
 
 class _Carried(torch.autograd.Function):

@@ -353,14 +353,17 @@ class _Loop:
         samples, eps = z0.shape[0], torch.finfo(z0.dtype).eps
         device = z0.device
         self.fn, self.solver, self.stop = fn, solver, stop
+        self.z0 = z0
+        self.start = norm(z0)  # then max(|z0|, |f(z0)|)
         self.best = z0
         self.best_owned = False  # whether `best` may be written to
+        if not self.start.isfinite().all():
+            self.best = torch.where(per_sample_like(self.start.isfinite(), z0), z0, torch.zeros_like(z0))
         self.residual = torch.full((samples,), math.nan, dtype=z0.dtype, device=device)
         self.codes = torch.full((samples,), _MAX_STEPS, device=device)
         self.steps = torch.zeros(samples, dtype=torch.long, device=device)
         self.rows = torch.arange(samples, device=device)
         self.live = torch.ones(samples, dtype=torch.bool, device=device)
-        self.start = norm(z0)  # then max(|z0|, |f(z0)|)
         self.peak = torch.zeros_like(self.start)  # the largest |f(z) - z| seen
         self.evals = 0  # evaluations made here, beside the solver's own
         self.trace: tuple[list[Tensor], list[Tensor]] | None = ([], []) if record else None
@@ -370,7 +373,7 @@ class _Loop:
     def run(self) -> Solution:
         if self.rows.numel() == 0:
             return self.solution(0)
-        state = self.solver.init(self.fn, self.best)
+        state = self.solver.init(self.fn, self.z0)
         for step in range(self.stop.max_steps + 1):
             state = self.judge(state, step)
             if step == self.stop.max_steps or not self.live.any():
