@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from opteq.checks import check_floating, check_instance, check_integer, check_number, invalid
 from opteq.tree import Tree, per_sample
@@ -342,7 +343,7 @@ def solve(
     if not callable(fn):
         raise TypeError(invalid("solve", "fn", "a Map or a callable", fn))
     map_ = fn if isinstance(fn, Map) else CallableMap(fn)
-    with torch.no_grad(), torch.autocast(z0.device.type, enabled=False):
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), torch.autocast(z0.device.type, enabled=False):
         return _Loop(map_.detach(), z0.detach(), solver, stop, record).run()
 
 
