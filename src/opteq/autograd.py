@@ -22,8 +22,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from opteq.batch import norm, per_sample_like
 from opteq.linear import LinearizedMap
-from opteq.solve import Map, Solution, Solver, Status, Stop, Trace, norm, per_sample_like, pullback, solve
+from opteq.solve import Map, Solution, Solver, Status, Stop, Trace, pullback, solve
 
 Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # z, codes, residual, steps
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from opteq.autograd import underlying
+from opteq.batch import per_sample_like
 from opteq.checks import all_finite, check_finite, check_floating, check_instance, invalid
 from opteq.gradients import Gradient, Implicit
-from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop, per_sample_like
+from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop
 
 __all__ = ["Cell", "ConvergenceWarning", "Equilibrium", "OnFailure"]
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from opteq.autograd import Problem, Report, call, equilibrium, finite, quarantined, underlying
+from opteq.batch import per_sample_like
 from opteq.checks import all_finite, check_instance, check_integer, check_number
 from opteq.linear import linear_solver
-from opteq.solve import Map, Solution, Solver, State, Status, Stop, ValueState, first_value, per_sample_like
+from opteq.solve import Map, Solution, Solver, State, Status, Stop, ValueState, first_value
 from opteq.solvers import Anderson, Picard
 
 if TYPE_CHECKING:

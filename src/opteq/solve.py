@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from opteq.batch import compacted, norm, per_sample_like
 from opteq.checks import check_floating, check_instance, check_integer, check_number, invalid
-from opteq.tree import Tree, per_sample
+from opteq.tree import Leaf, Tree, per_sample
 
 __all__ = ["ConvergenceError", "Jacobian", "Map", "Solution", "Solver", "State", "Status", "Stop", "Trace", "per_sample", "solve"]
 
@@ -142,6 +143,7 @@ class State(Tree, ABC):
     """
 
     exact: ClassVar[bool] = True
+    history: ClassVar[tuple[str, ...]] = ()  # large fields of the solver's own, compacted in place
     z: Tensor
     evals: int  # evaluations of f and products with its Jacobian so far
 
@@ -162,8 +164,12 @@ class State(Tree, ABC):
         return self
 
     def select(self, rows: Tensor) -> Self:
-        """The state of some samples only."""
-        return self.replace_leaves(lambda leaf: leaf.tensor.index_select(0, rows))
+        """The state of some samples only; the rows ascend."""
+
+        def kept(leaf: Leaf) -> Tensor:
+            return compacted(leaf.tensor, rows) if leaf.name in self.history else leaf.tensor.index_select(0, rows)
+
+        return self.replace_leaves(kept)
 
 
 @dataclass(frozen=True)
@@ -292,25 +298,6 @@ class Solution:
         return self
 
 
-def flat(z: Tensor) -> Tensor:
-    """Each sample as one row: [batch, ...] -> [batch, n]."""
-    return z.reshape(z.shape[0], math.prod(z.shape[1:]))
-
-
-def norm(z: Tensor) -> Tensor:
-    """The Euclidean norm of each sample, also where squares overflow or vanish: 1e30 and 1e-30 are fine in float32."""
-    rows = flat(z)
-    plain: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    info = torch.finfo(z.dtype)
-    unsafe = ~((plain > math.sqrt(info.tiny) / info.eps) & (plain < math.inf))
-    if not unsafe.any():
-        return plain
-    largest = torch.linalg.vector_norm(rows, math.inf, dim=1)
-    again = (unsafe & (largest > 0) & largest.isfinite()).nonzero()[:, 0]
-    unit = largest[again]
-    return plain.index_copy(0, again, torch.linalg.vector_norm(rows[again] / unit[:, None], dim=1) * unit)
-
-
 def first_value(fn: Map, z0: Tensor) -> Tensor:
     """f(z0), checked: f must keep the shape, dtype and device of its state."""
     fz = fn(z0)
@@ -319,11 +306,6 @@ def first_value(fn: Map, z0: Tensor) -> Tensor:
         if got != expected:
             raise ValueError(f"The map f must return a tensor of the {name} of its state, {expected}. Got {got} instead.")
     return fz
-
-
-def per_sample_like(values: Tensor, z: Tensor) -> Tensor:
-    """One number a sample, shaped to broadcast against the states z."""
-    return values.reshape(-1, *[1] * (z.ndim - 1))
 
 
 def solve(

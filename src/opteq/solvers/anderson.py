@@ -2,31 +2,27 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from opteq.batch import at_least_single, dots, flat, norm
 from opteq.checks import check_integer, check_number
-from opteq.linear import at_least_single, compacted, dots
-from opteq.solve import Map, ResidualState, Solver, State, first_value, flat, moved, norm, residual_at
+from opteq.solve import Map, ResidualState, Solver, State, first_value, moved, residual_at
 
 
 @dataclass(frozen=True)
 class AndersonState(ResidualState):
     """With r = f(z) - z, differences between successive steps of r (`dR`) and of z + mixing r (`dG`), both divided by |dr|."""
 
+    history: ClassVar[tuple[str, ...]] = ("dR", "dG")
     dR: Tensor  # [batch, memory, n]
     dG: Tensor  # [batch, memory, n]
     gram: Tensor  # [batch, memory, memory], of dR: the diagonal is 1, or 0 in an empty slot
     best: Tensor  # [batch], the smallest |r| since the last restart
     slot: int  # the next row to overwrite
     used: int  # rows that hold something
-
-    def select(self, rows: Tensor) -> Self:
-        return self.replace_leaves(
-            lambda leaf: compacted(leaf, rows) if leaf.name in ("dR", "dG") else leaf.tensor.index_select(0, rows)
-        )
 
 
 @dataclass(frozen=True)

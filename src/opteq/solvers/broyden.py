@@ -1,29 +1,25 @@
 """Broyden's good method with bounded memory, safeguarded without a line search."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from opteq.batch import combine, dots, flat, norm, per_sample_like
 from opteq.checks import check_integer, check_number
-from opteq.linear import combine, compacted, dots
-from opteq.solve import Map, ResidualState, Solver, State, first_value, flat, moved, norm, per_sample_like, residual_at
+from opteq.solve import Map, ResidualState, Solver, State, first_value, moved, residual_at
 
 
 @dataclass(frozen=True)
 class BroydenState(ResidualState):
     """With r = f(z) - z, the inverse of its Jacobian is taken to be B = -I + sum_i u_i v_i'."""
 
+    history: ClassVar[tuple[str, ...]] = ("U", "V")
     U: Tensor  # [batch, memory, n]
     V: Tensor  # [batch, memory, n]
     damping: Tensor  # [batch], shortens the steps of samples whose last step was refused
     slot: int  # updates so far
-
-    def select(self, rows: Tensor) -> Self:
-        return self.replace_leaves(
-            lambda leaf: compacted(leaf, rows) if leaf.name in ("U", "V") else leaf.tensor.index_select(0, rows)
-        )
 
 
 def _apply(left: Tensor, right: Tensor, x: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from opteq.batch import per_sample_like
 from opteq.checks import check_integer, check_number
 from opteq.linear import LinearizedMap, linear_solver
-from opteq.solve import Map, ResidualState, Solver, State, Stop, first_value, per_sample_like, residual_at, solve
+from opteq.solve import Map, ResidualState, Solver, State, Stop, first_value, residual_at, solve
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,577 @@
+"""The derivatives of an equilibrium are those of the implicit function theorem, and `record()` shows every solve behind them."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+
+from opteq import Equilibrium, Map, Status, Stop, record
+from opteq.cells import FunctionCell, OptEq
+from opteq.gradients import Implicit
+from opteq.linear import CG, GMRES, Neumann
+from opteq.solvers import Anderson, Broyden, Newton, Picard
+from problems import FEATURES, INPUTS, SOLVABLE, Affine, Problem, with_norm, zoo
+
+# Forward mode makes PyTorch import code that still calls torch.jit.script.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+TIGHT = Stop(rtol=1e-12, max_steps=2000)
+
+
+def tight(cell, **options) -> Equilibrium:
+    return Equilibrium(cell, stop=TIGHT, on_failure="raise", **options)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def relative_error(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
+    """The largest |a - b| / |b| of a list of tensors, NaN if one is NaN."""
+    pairs = list(zip(found, wanted, strict=True))
+    return torch.stack([torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b) for a, b in pairs]).max().item()
+
+
+def dense_gradient(f: Callable[[Tensor, Tensor], Tensor], z: Tensor, x: Tensor, inputs: Sequence[Tensor], g: Tensor):
+    """(df/dinput)' (I - J')^-1 g with J dense, sample by sample."""
+    eye = torch.eye(z.shape[1], dtype=z.dtype)
+    v = torch.stack(
+        [
+            torch.linalg.solve(
+                (eye - torch.autograd.functional.jacobian(lambda a, s=s: f(a[None], x[s : s + 1].detach())[0], z[s])).T, g[s]
+            )
+            for s in range(z.shape[0])
+        ]
+    )
+    return torch.autograd.grad(f(z.detach(), x), inputs, v)
+
+
+def small_tanh(seed: int = 0) -> tuple[Affine, Tensor]:
+    """tanh(W z + U x) with 2 features and 2 inputs, and a batch of 2."""
+    return Affine(with_norm(randn(2, 2, seed=seed), 0.7), randn(2, 2, seed=seed + 1), torch.tanh), randn(2, 2, seed=seed + 2)
+
+
+def small_opteq(activation: str = "tanh", seed: int = 0, **options) -> tuple[OptEq, Tensor]:
+    torch.manual_seed(seed)
+    cell = OptEq(2, 2, 3, activation=activation, **options).double()
+    with torch.no_grad():
+        cell.W.copy_(with_norm(cell.W, 0.8))
+    return cell, randn(2, 2, seed=seed + 1)
+
+
+def as_function(layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """The layer as a function of x and its parameters, and its parameters."""
+    names = [name for name, _ in layer.named_parameters()]
+
+    def function(x: Tensor, *values: Tensor) -> Tensor:
+        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    return function, tuple(p.detach().clone().requires_grad_() for p in layer.parameters())
+
+
+def unrolled_tanh(x: Tensor, W: Tensor, U: Tensor, steps: int = 120) -> Tensor:
+    z = x.new_zeros(x.shape[0], W.shape[0])
+    for _ in range(steps):
+        z = torch.tanh(z @ W.T + x @ U.T)
+    return z
+
+
+def captured_tanh(x: Tensor, W: Tensor, U: Tensor, **options) -> Tensor:
+    return tight(FunctionCell(lambda z, x: torch.tanh(z @ W.T + x @ U.T), (W.shape[0],)), **options)(x)
+
+
+def module_cell(problem: Problem) -> FunctionCell:
+    return FunctionCell(problem.f, problem.state_shape)
+
+
+def lambda_cell(problem: Problem) -> FunctionCell:
+    return FunctionCell(lambda z, x: problem.f(z, x), problem.state_shape)
+
+
+# First derivatives against dense linear algebra
+
+
+@pytest.mark.parametrize("make", [module_cell, lambda_cell])
+@pytest.mark.parametrize("name", SOLVABLE)
+def test_gradient_is_that_of_the_implicit_function_theorem(name, make):
+    problem = zoo()[name]
+    x = problem.x.clone().requires_grad_()
+    inputs = [x, *problem.f.parameters()]
+    z = tight(make(problem))(x)
+    exact = problem.exact()
+    g = randn(*z.shape, seed=7)
+    assert relative_error([z], [exact]) < 1e-9
+    assert relative_error(torch.autograd.grad(z, inputs, g), dense_gradient(problem.f, exact, x, inputs, g)) < 1e-8
+
+
+@pytest.mark.parametrize("mu", [1.0, 2.0])
+@pytest.mark.parametrize("alpha", [1.0, 0.4])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "tanh", "sigmoid", "identity"])
+def test_gradient_of_opteq_is_that_of_the_implicit_function_theorem(activation, alpha, mu):
+    torch.manual_seed(0)
+    cell = OptEq(INPUTS, FEATURES, 12, activation=activation, alpha=alpha, mu=mu).double()
+    sigma = {"leaky_relu": torch.nn.functional.leaky_relu, "identity": lambda a: a}.get(activation) or getattr(torch, activation)
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        return alpha / mu * sigma(z @ cell.W.T + x @ cell.U.T + cell.b) @ cell.W + (1 - alpha) * z
+
+    with torch.no_grad():
+        cell.W.copy_(with_norm(cell.W, 0.9))
+    x = randn(4, INPUTS).requires_grad_()
+    inputs = [x, *cell.parameters()]
+    exact = Problem("opteq", f, x).exact()
+    z = tight(cell)(x)
+    g = randn(*z.shape, seed=7)
+    assert relative_error([z], [exact]) < 1e-9
+    assert relative_error(torch.autograd.grad(z, inputs, g), dense_gradient(f, exact, x, inputs, g)) < 1e-8
+
+
+@pytest.mark.parametrize("linear", [CG(), GMRES(), GMRES(restart=3), Neumann(), Anderson(), Picard()])
+def test_every_linear_solver_gives_the_same_gradient_where_the_jacobian_is_symmetric(linear):
+    cell, x = small_opteq("tanh")
+    wanted, found = (
+        torch.autograd.grad(tight(cell, gradient=Implicit(linear=method))(x).square().sum(), list(cell.parameters()))
+        for method in (None, linear)
+    )
+    assert relative_error(found, wanted) < 1e-10
+
+
+@pytest.mark.parametrize("linear", [GMRES(), GMRES(restart=2), Neumann(), Anderson(), Broyden()])
+@pytest.mark.parametrize("name", ["rotation 0.9", "tanh", "relu"])
+def test_every_linear_solver_gives_the_same_gradient_where_the_jacobian_is_not_symmetric(name, linear):
+    problem = zoo()[name]
+    wanted, found = (
+        torch.autograd.grad(tight(module_cell(problem), gradient=gradient)(problem.x).square().sum(), list(problem.f.parameters()))
+        for gradient in (Implicit(), Implicit(Stop(rtol=1e-12, max_steps=1000), linear))
+    )
+    assert relative_error(found, wanted) < 1e-9
+
+
+@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.5), Anderson(), Broyden(), Newton()])
+def test_the_gradient_does_not_depend_on_the_forward_solver(solver):
+    problem = zoo()["tanh"]
+    wanted, found = (
+        torch.autograd.grad(tight(module_cell(problem), solver=method)(problem.x).square().sum(), list(problem.f.parameters()))
+        for method in (None, solver)
+    )
+    assert relative_error(found, wanted) < 1e-9
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.4])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "tanh", "sigmoid", "identity"])
+def test_closed_form_linearisation_of_opteq_equals_autograd_and_is_symmetric(activation, alpha):
+    cell, x = small_opteq(activation, alpha=alpha, mu=2.0)
+    fn, z = cell.bind(x).detach(), randn(2, 2, seed=5)
+    basis = torch.eye(2, dtype=torch.float64)
+    closed, default = fn.linearize(z), Map.linearize(fn, z)
+
+    def dense(product: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.stack([product(e.expand(2, 2).contiguous()) for e in basis], dim=2)
+
+    J = dense(closed.jvp)
+    assert closed.symmetric
+    assert default.symmetric
+    torch.testing.assert_close(J, J.mT, rtol=0, atol=1e-15)
+    for other in (closed.vjp, default.jvp, default.vjp):
+        torch.testing.assert_close(dense(other), J, rtol=0, atol=1e-15)
+
+
+# Finite differences, first and second order
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.4])
+def test_opteq_passes_gradcheck_and_gradgradcheck(alpha):
+    cell, x = small_opteq("tanh", alpha=alpha)
+    function, parameters = as_function(tight(cell))
+    inputs = (x.requires_grad_(), *parameters)
+    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_module_cell_passes_gradcheck_and_gradgradcheck():
+    f, x = small_tanh()
+    function, parameters = as_function(tight(FunctionCell(f, (2,))))
+    inputs = (x.requires_grad_(), *parameters)
+    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_captured_tensors_pass_gradcheck_and_gradgradcheck():
+    f, x = small_tanh()
+    inputs = tuple(t.detach().clone().requires_grad_() for t in (x, f.W, f.U))
+    assert torch.autograd.gradcheck(captured_tanh, inputs)
+    assert torch.autograd.gradgradcheck(captured_tanh, inputs)
+
+
+def smooth_relu_point(make: Callable[[int], tuple[Affine | OptEq, Tensor]]) -> tuple[Affine | OptEq, Tensor]:
+    """The first seed whose pre-activations at the equilibrium are all at least 1e-3 away from the kink."""
+    for seed in range(100):
+        part, x = make(seed)
+        z = tight(part if isinstance(part, OptEq) else FunctionCell(part, (2,)))(x)
+        bias = part.b if isinstance(part, OptEq) else 0
+        if (z @ part.W.T + x @ part.U.T + bias).abs().min() > 1e-3:
+            return part, x
+    raise AssertionError("no seed found")
+
+
+def small_relu(seed: int) -> tuple[Affine, Tensor]:
+    f, x = small_tanh(seed)
+    f.sigma = torch.relu
+    return f, x
+
+
+@pytest.mark.parametrize("make", [small_relu, lambda seed: small_opteq("relu", seed)])
+def test_relu_passes_gradcheck_and_gradgradcheck_away_from_its_kinks(make):
+    part, x = smooth_relu_point(make)
+    function, parameters = as_function(tight(part if isinstance(part, OptEq) else FunctionCell(part, (2,))))
+    inputs = (x.requires_grad_(), *parameters)
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def penalised(function: Callable[..., Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+    """A loss with a gradient penalty: |z|^2 + |d sum(z) / dx|^2."""
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    z = function(x, *parameters)
+    (slope,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+    return z.square().sum() + slope.square().sum()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_gradient_penalty_has_the_gradient_of_the_unrolled_iteration(captured):
+    f, x = small_tanh()
+    function, parameters = as_function(tight(FunctionCell(f, (2,))))
+    function = captured_tanh if captured else function
+    inputs = (x.requires_grad_(), *parameters)
+    found = torch.autograd.grad(penalised(function, *inputs), inputs)
+    wanted = torch.autograd.grad(penalised(unrolled_tanh, *inputs), inputs)
+    assert relative_error(found, wanted) < 1e-9
+
+
+def test_gradient_penalty_of_opteq_has_the_gradient_of_finite_differences():
+    cell, x = small_opteq("tanh")
+    function, parameters = as_function(tight(cell))
+    assert torch.autograd.gradcheck(lambda *inputs: penalised(function, *inputs), (x.requires_grad_(), *parameters))
+
+
+# Higher orders
+
+
+def third(loss: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
+    """A third derivative, by three reverse passes."""
+    return grad(lambda b: grad(lambda a: grad(loss)(a).square().sum())(b).sum())(point)
+
+
+def cubes(function: Callable[..., Tensor], *inputs: Tensor, wrt: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """sum z^3 as a function of one input, and that input."""
+
+    def loss(value: Tensor) -> Tensor:
+        return function(*inputs[:wrt], value, *inputs[wrt + 1 :]).pow(3).sum()
+
+    return loss, inputs[wrt]
+
+
+@pytest.mark.parametrize("wrt", [0, 1, 2])
+def test_third_derivatives_through_operands_are_exact(wrt):
+    f, x = small_tanh()
+    function, _ = as_function(tight(FunctionCell(f, (2,))))
+    inputs = (x, f.W.detach(), f.U.detach())
+    found, wanted = third(*cubes(function, *inputs, wrt=wrt)), third(*cubes(unrolled_tanh, *inputs, wrt=wrt))
+    assert relative_error([found], [wanted]) < 1e-9
+
+
+def test_third_derivatives_of_opteq_are_exact():
+    cell, x = small_opteq("tanh", alpha=0.4)
+
+    def unrolled(x: Tensor, W: Tensor, U: Tensor, b: Tensor) -> Tensor:
+        z = x.new_zeros(x.shape[0], W.shape[1])
+        for _ in range(150):
+            z = torch.tanh(z @ W.T + x @ U.T + b) @ W
+        return z
+
+    function, _ = as_function(tight(cell))
+    inputs = (x, *(p.detach() for p in cell.parameters()))
+    found, wanted = third(*cubes(function, *inputs, wrt=1)), third(*cubes(unrolled, *inputs, wrt=1))
+    assert relative_error([found], [wanted]) < 1e-9
+
+
+def test_second_derivatives_through_captured_tensors_are_exact():
+    f, x = small_tanh()
+    inputs = (x, f.W.detach(), f.U.detach())
+
+    def second(loss: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
+        return grad(lambda a: grad(loss)(a).square().sum())(point)
+
+    found, wanted = second(*cubes(captured_tanh, *inputs, wrt=1)), second(*cubes(unrolled_tanh, *inputs, wrt=1))
+    assert relative_error([found], [wanted]) < 1e-9
+
+
+@pytest.mark.parametrize("wrt", [0, 1, 2])
+def test_third_derivatives_through_captured_tensors_are_refused(wrt):
+    f, x = small_tanh()
+    inputs = tuple(t.detach().clone().requires_grad_() for t in (x, f.W, f.U))
+    first = torch.autograd.grad(captured_tanh(*inputs).pow(3).sum(), inputs[wrt], create_graph=True)[0]
+    second = torch.autograd.grad(first.square().sum(), inputs[wrt], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="up to the second order only") as failure:
+        torch.autograd.grad(second.sum(), inputs[wrt])
+    assert_names_the_remedies(failure.value)
+
+
+@pytest.mark.parametrize("wrt", [1, 2])
+def test_third_derivatives_through_captured_tensors_are_refused_by_torch_func_too(wrt):
+    f, x = small_tanh()
+    inputs = (x, f.W.detach(), f.U.detach())
+    with pytest.raises(RuntimeError, match="up to the second order only") as failure:
+        third(*cubes(captured_tanh, *inputs, wrt=wrt))
+    assert_names_the_remedies(failure.value)
+
+
+# What cannot be seen is refused, not guessed
+
+
+def assert_names_the_remedies(error: BaseException) -> None:
+    for remedy in ("Pass it through x", "an nn.Module that owns it", "a Cell whose Map has it as a field"):
+        assert remedy in str(error)
+
+
+def sum_captured(W: Tensor, x: Tensor, U: Tensor) -> Tensor:
+    return captured_tanh(x, W, U).sum()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, W: vmap(f)(torch.stack([W, 0.5 * W])),
+        lambda f, W: vmap(grad(f))(torch.stack([W, 0.5 * W])),
+        lambda f, W: grad(lambda a: vmap(f)(torch.stack([a, 0.5 * a])).sum())(W),
+    ],
+)
+def test_vmap_over_captured_tensors_is_refused(transform):
+    f, x = small_tanh()
+    with pytest.raises(RuntimeError, match="captures a tensor") as failure:
+        transform(lambda W: sum_captured(W, x, f.U.detach()), f.W.detach())
+    assert_names_the_remedies(failure.value)
+
+
+def test_vmap_over_x_with_captured_tensors_that_have_derivatives_is_refused():
+    f, x = small_tanh()
+    with pytest.raises(RuntimeError, match="captures a tensor") as failure:
+        vmap(lambda x: captured_tanh(x, f.W, f.U))(torch.stack([x, 2 * x]))
+    assert_names_the_remedies(failure.value)
+
+
+def test_vmap_over_x_with_captured_constants_is_right():
+    f, x = small_tanh()
+    W, U, xs = f.W.detach(), f.U.detach(), torch.stack([x, 2 * x, -x])
+    found = vmap(lambda x: captured_tanh(x, W, U))(xs)
+    torch.testing.assert_close(found, torch.stack([unrolled_tanh(x, W, U) for x in xs]), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, W: jvp(f, (W,), (torch.ones_like(W),)),
+        lambda f, W: jacfwd(f)(W),
+        lambda f, W: jacfwd(jacrev(f))(W),
+    ],
+)
+def test_forward_mode_over_captured_tensors_is_refused(transform):
+    f, x = small_tanh()
+    with pytest.raises(RuntimeError, match="captures a tensor") as failure:
+        transform(lambda W: sum_captured(W, x, f.U.detach()), f.W.detach())
+    assert_names_the_remedies(failure.value)
+
+
+def test_dual_numbers_in_captured_tensors_are_refused():
+    f, x = small_tanh()
+    W, U = f.W.detach(), f.U.detach()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(W, torch.ones_like(W))
+        with pytest.raises(RuntimeError, match="forward mode cannot follow f") as failure:
+            captured_tanh(x, dual, U)
+    assert_names_the_remedies(failure.value)
+
+
+def test_jacrev_over_captured_tensors_is_refused():
+    f, x = small_tanh()
+    with pytest.raises(RuntimeError, match="captures a tensor") as failure:
+        jacrev(lambda W: captured_tanh(x, W, f.U.detach()))(f.W.detach())
+    assert_names_the_remedies(failure.value)
+
+
+# The value
+
+
+@pytest.mark.parametrize("make", [module_cell, lambda_cell])
+@pytest.mark.parametrize("name", SOLVABLE)
+def test_the_value_is_the_same_to_the_bit_with_and_without_gradients(name, make):
+    problem = zoo()[name]
+    layer = Equilibrium(make(problem), stop=Stop(rtol=1e-6, max_steps=1000), on_failure="raise")
+    values = []
+    for training in (True, False):
+        layer.train(training)
+        values.append(layer(problem.x).detach())
+        values.append(layer(problem.x.clone().requires_grad_()).detach())
+        with torch.no_grad():
+            values.append(layer(problem.x))
+        with torch.inference_mode():
+            values.append(layer(problem.x).clone())
+    assert all(torch.equal(z, values[0]) for z in values)
+
+
+def test_the_value_of_opteq_is_the_same_to_the_bit_with_and_without_gradients():
+    cell, x = small_opteq("relu")
+    layer = Equilibrium(cell, on_failure="raise")
+    with_graph = layer(x)
+    assert with_graph.requires_grad
+    assert torch.equal(with_graph.detach(), layer.eval()(x).detach())
+    with torch.no_grad():
+        without = layer(x)
+    assert not without.requires_grad
+    assert torch.equal(with_graph.detach(), without)
+
+
+def test_solution_carries_derivatives_in_z_only():
+    cell, x = small_opteq("tanh")
+    solution = tight(cell).solve(x.requires_grad_())
+    assert solution.z.requires_grad
+    assert not solution.residual.requires_grad
+    assert solution.status is Status.CONVERGED
+
+
+# record()
+
+
+def test_record_collects_forward_and_backward_solves_with_their_traces():
+    problem = zoo()["tanh"]
+    layer = tight(module_cell(problem))
+    with record() as log:
+        z = layer(problem.x)
+        assert len(log) == 1
+        z.sum().backward()
+    forward, backward = log
+    for solution in (forward, backward):
+        assert solution.status is Status.CONVERGED
+        assert solution.trace is not None
+        for sample in range(problem.x.shape[0]):
+            seen = solution.trace.of(sample)
+            assert seen[-1] == solution.residual[sample]
+    assert torch.equal(forward.z, z.detach())
+    assert all(len(forward.trace.of(i)) == forward.steps[i] + 1 for i in range(problem.x.shape[0]))
+
+
+def test_record_collects_every_derivative_solve_in_turn():
+    cell, x = small_opteq("tanh")
+    layer = tight(cell)
+    with record() as log:
+        z = layer(x.requires_grad_())
+        (slope,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+        assert len(log) == 2
+        slope.square().sum().backward()
+    assert len(log) > 3  # the second backward pass solves the adjoints of both
+    with record() as log:
+        jvp(layer, (x.detach(),), (torch.ones_like(x),))
+    assert len(log) == 2
+
+
+def test_a_backward_pass_in_its_own_record_is_seen_there():
+    cell, x = small_opteq("tanh")
+    z = tight(cell)(x)
+    with record() as log:
+        z.sum().backward()
+    assert len(log) == 1
+    assert log[0].z.shape == z.shape
+
+
+def test_nested_records_each_collect_what_is_solved_inside_them():
+    cell, x = small_opteq("tanh")
+    layer = tight(cell)
+    with record() as outer:
+        layer(x)
+        with record() as inner:
+            z = layer(x)
+        assert len(inner) == 1
+        assert len(outer) == 2
+        assert outer[1] is inner[0]
+        z.sum().backward()
+    assert len(inner) == 1
+    assert len(outer) == 3
+
+
+def test_a_closed_log_does_not_grow():
+    cell, x = small_opteq("tanh")
+    layer = tight(cell)
+    with record() as log:
+        z = layer(x)
+    layer(x)
+    z.sum().backward()
+    assert len(log) == 1
+
+
+def test_a_log_is_closed_by_an_exception_too():
+    cell, x = small_opteq("tanh")
+    layer = tight(cell)
+
+    def fail() -> None:
+        layer(x)
+        raise KeyError
+
+    with pytest.raises(KeyError), record() as log:
+        fail()
+    layer(x)
+    assert len(log) == 1
+
+
+def test_threads_do_not_see_each_others_logs():
+    cell, x = small_opteq("tanh")
+    layer = tight(cell)
+    counts: dict[int, int] = {}
+    both_open = threading.Barrier(2, timeout=60)
+
+    def work(solves: int) -> None:
+        with record() as log:
+            both_open.wait()
+            for _ in range(solves):
+                layer(x)
+            both_open.wait()
+        counts[solves] = len(log)
+
+    with record() as outside:
+        threads = [threading.Thread(target=work, args=(solves,)) for solves in (2, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert counts == {2: 2, 5: 5}
+    assert len(outside) == 0
+
+
+def test_without_record_no_trace_is_kept():
+    cell, x = small_opteq("tanh")
+    assert tight(cell).solve(x).trace is None
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_log_keeps_no_graph_and_modules_keep_nothing(captured):
+    f, x = small_tanh()
+    cell = FunctionCell((lambda z, x: f(z, x)) if captured else f, (2,))
+    layer = tight(cell)
+    before = {name: set(vars(module)) for name, module in layer.named_modules()}
+    with record() as log:
+        z = layer(x)
+        z.sum().backward()
+    assert len(log) >= 2
+    assert not any(solution.z.requires_grad for solution in log)
+    assert {name: set(vars(module)) for name, module in layer.named_modules()} == before
+    gone = weakref.ref(z)
+    gc.disable()
+    try:
+        del z
+        assert gone() is None
+    finally:
+        gc.enable()
