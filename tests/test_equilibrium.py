@@ -74,6 +74,14 @@ def test_the_solve_runs_in_the_dtype_of_z0():
     assert Equilibrium(cell)(x, z0=torch.zeros(5, 4)).dtype is torch.float32
 
 
+def test_mixed_precisions_promote():
+    torch.manual_seed(0)
+    cell, x = OptEq(3, 4, 5), inputs()
+    assert Equilibrium(cell)(x).dtype is torch.float64
+    assert Equilibrium(cell)(x.float()).dtype is torch.float32
+    assert Equilibrium(cell.double())(x.float()).dtype is torch.float64
+
+
 @pytest.mark.parametrize("solver", [Picard(), Anderson(), Broyden(), Newton()], ids=lambda s: type(s).__name__)
 def test_half_precision_all_through(solver):
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from opteq.linear import CG, GMRES, LinearizedMap, Neumann
 from opteq.solve import Jacobian
 from opteq.solvers import Anderson, Broyden, Newton, Picard
 
-BATCH, N = 64, 2048
+BATCH, N = 64, 1024
 STATE = BATCH * N * 4  # bytes, in float32
 
 
@@ -112,7 +112,10 @@ def bound(solver: Solver) -> float:
             return 8
 
 
+BOUNDED = [Picard(), Picard(damping=0.5), Anderson(), Anderson(memory=20), Broyden(memory=6), Broyden(), Neumann()]
+
+
 @pytest.mark.parametrize("even", [True, False], ids=["one pace", "compacted"])
-@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.5)], ids=str)
+@pytest.mark.parametrize("solver", BOUNDED, ids=str)
 def test_memory_is_bounded(solver: Solver, even: bool) -> None:
     assert peak_of_solve(solver, even, 60) <= bound(solver)

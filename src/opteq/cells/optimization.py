@@ -82,7 +82,8 @@ class OptEq(Cell):
 
     def bind(self, x: Tensor) -> OptEqMap:
         check_shape(self, "x", x, (self.in_features,))
-        u = torch.nn.functional.linear(x, self.U, self.b)
+        dtype = self.promoted(x)
+        u = torch.nn.functional.linear(x.to(dtype), self.U.to(dtype), self.b.to(dtype))
         return OptEqMap(self.W, self.activation, self.alpha, self.mu, u)
 
     def extra_repr(self) -> str:
