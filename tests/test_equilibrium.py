@@ -458,3 +458,99 @@ def test_repr_of_a_solution():
 
     torch.func.vmap(f)(x[:, None])
     assert texts == ["Solution(z [1, 4] torch.float64)"]
+
+
+# the user's module is his own
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3, dtype=torch.float64)
+        self.b = self.a
+        self.bias = self.a.bias
+        with torch.no_grad():
+            self.a.weight *= 0.5
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.a(z)) + 0.3 * torch.tanh(self.b(z)) + self.bias + x
+
+
+def test_shared_modules_and_parameters_keep_their_identity_and_get_exact_gradients():
+    torch.manual_seed(0)
+    f = Tied()
+    weight, bias = f.a.weight, f.a.bias
+    x = torch.randn(4, 3, dtype=torch.float64)
+    Equilibrium(FunctionCell(f, (3,)), stop=Stop(rtol=1e-12), on_failure="raise")(x).square().sum().backward()
+    found = weight.grad.clone(), bias.grad.clone()
+    assert f.a.weight is weight
+    assert f.b.weight is weight
+    assert f.bias is bias
+    z = torch.zeros(4, 3, dtype=torch.float64)
+    for _ in range(200):
+        z = f(z, x)
+    expected = torch.autograd.grad(z.square().sum(), [weight, bias])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_mode_changed_between_forward_and_backward_changes_nothing():
+    torch.manual_seed(0)
+
+    class F(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(3, 3), nn.Dropout(0.5)
+
+        def forward(self, z, x):
+            return 0.5 * torch.tanh(self.dropout(self.linear(z))) + x
+
+    layer, x = Equilibrium(FunctionCell(F(), (3,)), stop=Stop(rtol=1e-6)).eval(), torch.randn(4, 3)
+    layer(x).sum().backward()
+    expected = layer.cell.f.linear.weight.grad.clone()
+    layer.zero_grad()
+    z = layer(x)
+    layer.train()
+    z.sum().backward()
+    torch.testing.assert_close(layer.cell.f.linear.weight.grad, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("gradient", [Implicit(), Phantom(), JacobianFree()], ids=lambda g: type(g).__name__)
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_sample_where_f_breaks_down_adds_nothing_to_shared_gradients(gradient, captured):
+    """f is undefined at zero too, so nothing may be evaluated there."""
+
+    class F(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+        def forward(self, z, x):
+            return self.w * torch.log(0.1 * z + x)
+
+    f = F()
+    cell = FunctionCell((lambda z, x: f(z, x)) if captured else f, (1,))
+    layer = Equilibrium(cell, stop=TIGHT, gradient=gradient, on_failure="ignore")
+    x = torch.tensor([[2.0], [-1.0], [3.0]], dtype=torch.float64)
+    solution = layer.solve(x)
+    assert solution.statuses == (Status.CONVERGED, Status.NONFINITE, Status.CONVERGED)
+    assert solution.z.isfinite().all()
+    solution.z.sum().backward()
+    found, f.w.grad = f.w.grad, None
+    layer(x[[0, 2]]).sum().backward()
+    torch.testing.assert_close(found, f.w.grad, rtol=1e-12, atol=0)
+
+
+def test_f_that_returns_a_tuple_or_writes_to_z_is_refused():
+    with pytest.raises(TypeError, match=r"must return a tensor\. Got tuple"):
+        Equilibrium(FunctionCell(lambda z, x: (z, x), (3,)))(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="must not change its input z in place"):
+        Equilibrium(FunctionCell(lambda z, x: z.mul_(0.5).add_(x), (3,)))(torch.ones(2, 3))
+
+
+def test_a_single_precision_layer_under_a_double_default():
+    layer, x = Equilibrium(OptEq(3, 4, 5)), torch.randn(2, 3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert layer(x).dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)

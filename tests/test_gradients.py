@@ -91,7 +91,10 @@ def test_unrolled_begins_at_the_given_z0_but_is_not_differentiated_through_it():
 
 @pytest.mark.parametrize("solver", [Anderson(), Broyden(), Newton()])
 def test_unrolled_refuses_solvers_that_autograd_cannot_follow(solver):
-    layer, x = layer_of("tanh", Unrolled(3), solver=solver)
+    with pytest.raises(TypeError, match=rf"such as Picard\. Got {type(solver).__name__} instead"):
+        layer_of("tanh", Unrolled(3), solver=solver)
+    layer, x = layer_of("tanh", Unrolled(3))
+    layer.solver = solver
     with pytest.raises(TypeError, match=rf"such as Picard\. Got {type(solver).__name__} instead"):
         layer(x)
 
@@ -506,3 +509,20 @@ def test_unrolled_and_implicit_agree_when_the_depth_suffices():
         return grad(lambda x: curve(x).square().sum())(torch.tensor([[0.2, -0.4]], dtype=torch.float64))
 
     torch.testing.assert_close(second(Unrolled(60)), second(Implicit()), rtol=1e-10, atol=1e-12)
+
+
+def test_gradient_error_takes_the_names_of_the_documentation_and_the_layers_own_solver():
+    layer, x = layer_of("tanh", Implicit(), solver=Newton(), stop=Stop(rtol=1e-10))
+    assert gradient_error(equilibrium=layer, x=x, seed=3) < 1e-8
+
+
+def test_gradient_error_of_a_function_that_captures_single_precision():
+    W = 0.3 * torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    cell = FunctionCell(lambda z, x: torch.tanh(z @ W.float().T + x), (4,))
+    layer = Equilibrium(cell, stop=Stop(rtol=1e-5))
+    assert 0 <= gradient_error(layer, torch.randn(3, 4, generator=torch.Generator().manual_seed(1))) < 1e-3
+
+
+def test_gradient_error_of_a_vanishing_gradient_is_zero():
+    layer = Equilibrium(FunctionCell(lambda z, x: 0 * x, (3,)))
+    assert gradient_error(layer, torch.ones(2, 3)) == 0

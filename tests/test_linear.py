@@ -294,7 +294,7 @@ def test_cg_reports_no_success_on_indefinite_systems_and_solves_the_definite_sam
     assert found.z.isfinite().all()
 
 
-@pytest.mark.parametrize("solver", LINEAR, ids=str)
+@pytest.mark.parametrize("solver", [CG(), GMRES(), GMRES(restart=2), Neumann()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, f64])
 @pytest.mark.parametrize("start", [0.0, 1e6])
 @pytest.mark.parametrize("rtol", [0.5, 1e-6])
@@ -356,3 +356,22 @@ def test_a_linearised_map_takes_its_kind_from_its_base() -> None:
     assert (fn.closed, fn.symmetric, fn.independent) == (True, False, True)
     assert [leaf.name for leaf in fn.leaves()] == ["base.W", "base.u", "z", "g"]
     assert fn.select(rows_of(1)).base.W.shape == (1, 3, 3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("restart", [2, 30])
+@pytest.mark.parametrize("seed", range(10))
+def test_gmres_does_not_converge_on_inconsistent_systems(seed: int, restart: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(seed)
+    n = 4 + seed % 4
+    M = torch.diag(torch.cat([torch.ones(1), 0.8 * torch.rand(n - 1, generator=g)]))[None].to(dtype)
+    found = solve(dense(M, torch.ones(1, n, dtype=dtype)), torch.zeros(1, n, dtype=dtype), GMRES(restart), Stop(rtol=1e-4))
+    assert found.status is not Status.CONVERGED, found.z
+    assert found.z.isfinite().all()
+
+
+def test_a_diverging_series_tells_its_true_residual() -> None:
+    M = 2 * torch.eye(3, dtype=torch.float64)[None]
+    found = solve(dense(M, torch.ones(1, 3, dtype=torch.float64)), torch.zeros(1, 3, dtype=torch.float64), Neumann(), Stop())
+    assert found.status is Status.DIVERGED
+    assert found.residual.isfinite().all() or "is unknown" in found.explain()

@@ -90,7 +90,7 @@ def test_raise_if_failed_passes_a_good_solution_on_and_names_the_remedy_of_a_bad
         bad.raise_if_failed()
     assert caught.value.solution is bad
     undefined = solve(lambda z: z * math.nan, zeros(2, 3), Picard())
-    assert "unknown (f is not finite at the start)" in undefined.explain()
+    assert "The worst relative residual is unknown" in undefined.explain()
 
 
 def test_the_absolute_tolerance_counts_too() -> None:
@@ -296,3 +296,65 @@ def test_a_map_that_is_no_dataclass_is_refused_with_the_reason() -> None:
 
     with pytest.raises(TypeError, match=r"^Bare must be decorated with @dataclass\(frozen=True\): its fields tell which tensors"):
         solve(Bare(torch.cos), torch.zeros(2, 3), Picard())
+
+
+@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.5)], ids=str)
+@pytest.mark.parametrize("rtol", [1e-2, 1e-4, 1e-6, 1e-8])
+def test_plain_iteration_may_leave_an_unstable_equilibrium(solver: Solver, rtol: float) -> None:
+    z0 = torch.zeros(2, 3, dtype=torch.float64)
+    assert solve(lambda z: torch.tanh(3 * z) + 1e-12, z0, solver, Stop(rtol=rtol, max_steps=300)).status is Status.CONVERGED
+
+
+def test_a_slow_contraction_in_float32_is_no_divergence() -> None:
+    """z* = 10000: the growth passes 1/sqrt(eps) = 2900 before the residual has halved."""
+    found = solve(lambda z: 0.9999 * z + 1, torch.zeros(1, 3), Picard(), Stop(rtol=1e-5, max_steps=30_000))
+    assert found.status is Status.CONVERGED
+
+
+@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.5), Anderson(), Broyden(), Newton()], ids=str)
+@pytest.mark.parametrize("rtol", [1e-1, 1e-2, 1e-3])
+def test_a_residual_that_never_falls_is_no_solution_however_large_z_becomes(solver: Solver, rtol: float) -> None:
+    z0 = torch.zeros(1, 3, dtype=torch.float64)
+    max_steps = 100 if isinstance(solver, Newton) else 2000
+    found = solve(lambda z: z + 1 + 0.3 * torch.sin(z), z0, solver, Stop(rtol=rtol, max_steps=max_steps))
+    assert Status.CONVERGED not in found.statuses
+
+
+def test_the_message_explains_a_tolerance_met_without_a_falling_residual() -> None:
+    found = solve(lambda z: z + 1, torch.zeros(2, 3), Picard(), Stop(rtol=1e-2, max_steps=300))
+    assert found.residual.max() <= 1e-2
+    assert "2 met the tolerance only because |f(z)| is large: their residual did not fall" in found.explain()
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(), Broyden(), Newton()], ids=str)
+def test_f_that_changes_its_input_is_refused(solver: Solver) -> None:
+    with pytest.raises(ValueError, match="must not change its input z in place"):
+        solve(lambda z: z.mul_(0.5).add_(1), torch.zeros(2, 3), solver, Stop())
+
+
+@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.5), Anderson(), Broyden()], ids=str)
+def test_f_may_answer_in_a_buffer_of_its_own(solver: Solver) -> None:
+    buffer = torch.empty(2, 3, dtype=torch.float64)
+
+    def f(z: Tensor) -> Tensor:
+        return torch.add(0.5 * z, 1, out=buffer)
+
+    found = solve(f, torch.zeros(2, 3, dtype=torch.float64), solver, Stop(rtol=1e-10))
+    assert found.status is Status.CONVERGED
+    torch.testing.assert_close(found.z, torch.full_like(found.z, 2), rtol=1e-9, atol=0)
+
+
+def test_f_must_return_a_tensor() -> None:
+    with pytest.raises(TypeError, match=r"must return a tensor\. Got tuple instead; pack several tensors into one"):
+        solve(lambda z: (z, z), torch.zeros(2, 3), Picard(), Stop())
+
+
+def test_a_tolerance_above_one_still_says_how_far_it_got() -> None:
+    found = solve(lambda z: z + 1, torch.zeros(2, 3), Picard(), Stop(rtol=2.0, max_steps=3))
+    assert found.residual.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (2, 0, 4)])
+def test_an_empty_state_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="no empty dimension but the batch"):
+        solve(lambda z: z, torch.zeros(shape), Picard(), Stop())

@@ -292,3 +292,29 @@ def test_newton_converges_in_few_steps_where_plain_iteration_cycles() -> None:
     assert solve(problem.map(), problem.z0(), Picard(), stop).status is not Status.CONVERGED
     found = solve(problem.map(), problem.z0(), Newton(), stop).raise_if_failed()
     assert int(found.steps.max()) <= 10
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("plain", [False, True], ids=["map", "callable"])
+def test_a_nonfinite_sample_costs_newton_at_most_one_evaluation(plain: bool, bad: float) -> None:
+    fn = uneven_tanh()
+    spoilt = TanhMap(fn.W.clone(), fn.u)
+    spoilt.W[7, 0, 0] = bad
+    z0, stop = torch.zeros_like(fn.u), Stop(rtol=1e-10, max_steps=2000)
+    clean = solve(fn.__call__ if plain else fn, z0, Newton(), stop)
+    found = solve(spoilt.__call__ if plain else spoilt, z0, Newton(), stop)
+    assert found.evals <= clean.evals + 1
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(), Broyden(), Newton()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_wider_default_dtype_changes_nothing(solver: Solver, dtype: torch.dtype) -> None:
+    z0, stop = torch.zeros(2, 3, dtype=dtype), Stop(rtol=1e-2)
+    expected = solve(lambda z: 0.5 * torch.cos(z) + 1, z0, solver, stop)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = solve(lambda z: 0.5 * torch.cos(z) + 1, z0, solver, stop)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.z.dtype is dtype
+    assert torch.equal(found.z, expected.z)

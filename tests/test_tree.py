@@ -1,7 +1,7 @@
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -119,3 +119,18 @@ def test_a_tree_without_tensors_has_no_leaves() -> None:
 
     assert Plain().leaves() == []
     assert Plain().filled([]) == Plain()
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@dataclass(frozen=True)
+class WithPair(Tree):
+    pair: Pair
+
+
+def test_named_tuples_keep_their_names() -> None:
+    tree = WithPair(Pair(torch.zeros(2), torch.ones(2)))
+    assert tree.emptied().filled([torch.ones(1), torch.zeros(1)]).pair.second.item() == 0

@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from opteq.batch import norm, per_sample_like
+from opteq.checks import is_transformed
 from opteq.linear import LinearizedMap
-from opteq.solve import Map, Solution, Solver, Status, Stop, Trace, pullback, solve
+from opteq.solve import Map, Solution, Solver, Status, Stop, Trace, check_tensor, pullback, solve
 
 Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # z, codes, residual, steps
 
@@ -119,7 +120,7 @@ def _is_closed(fn: Map, z0: Tensor) -> bool:
         return True
 
     def constant(tensor: Tensor, batched: bool) -> Tensor:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # its values are not ours to see: others of the same kind
+        if is_transformed(tensor):  # its values are not ours to see: others of the same kind
             random = torch.rand(tensor.shape, generator=torch.Generator(tensor.device).manual_seed(0), device=tensor.device)
             tensor = random.to(tensor.dtype)
         else:
@@ -131,6 +132,7 @@ def _is_closed(fn: Map, z0: Tensor) -> bool:
         try:
             with _Spy():
                 out = plain(constant(z0, True))
+                check_tensor(out)
         except _TransformedError as found:
             if found.order > 2:
                 raise RuntimeError(_SECOND_ORDER) from None
@@ -147,14 +149,14 @@ class _TransformedError(Exception):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self.mapped, self.order = _is_mapped(tensor), 0
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        while is_transformed(tensor):
             self.order += torch._C._functorch.is_gradtrackingtensor(tensor)
             tensor = torch._C._functorch.get_unwrapped(tensor)
 
 
 def underlying(tensor: Tensor) -> Tensor:
     """The plain tensor below every torch.func transform: for looking at values."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    while is_transformed(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
@@ -162,7 +164,7 @@ def underlying(tensor: Tensor) -> Tensor:
 def _is_mapped(tensor: Tensor) -> bool:
     """Whether torch.func.vmap, at any level, maps over the tensor."""
     mapped = False
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    while is_transformed(tensor):
         mapped |= torch._C._functorch.is_batchedtensor(tensor)
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return mapped
@@ -173,7 +175,7 @@ class _Spy(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = (item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor))
-        transformed = [item for item in tensors if torch._C._functorch.is_functorch_wrapped_tensor(item)]
+        transformed = [item for item in tensors if is_transformed(item)]
         try:
             out = func(*args, **(kwargs or {}))
         except RuntimeError:
@@ -190,7 +192,7 @@ def _run(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
     solution = solve(fn, z0, problem.solver, problem.stop, record=any(log.open for log in problem.logs))
     found.evals += solution.evals
     found.trace = solution.trace
-    found.nonfinite |= Status.NONFINITE in solution.statuses
+    found.nonfinite |= bool((~finite(solution.codes)).any())
     told = replace(solution, z=solution.z.detach())  # another tensor: autograd will make solution.z part of its graph
     for log in problem.logs:
         if log.open:
@@ -305,14 +307,19 @@ def finite(codes: Tensor) -> Tensor:
 def quarantined(
     template: Map, operands: Sequence[Tensor], z: Tensor, g: Tensor, codes: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Replace samples that met NaN or infinity by zeros with a zero cotangent: they must not spoil the gradient of the others."""
+    """Let a sound sample, with a zero cotangent, stand in for each that met NaN or infinity.
+
+    So they add nothing to the gradient of shared weights, wherever f is defined.
+    """
     sound = finite(codes)
+    rows = torch.where(sound, torch.arange(sound.shape[0], device=sound.device), sound.to(torch.uint8).argmax())
+    marks = [leaf.per_sample for leaf in template.leaves()]
 
     def clean(tensor: Tensor) -> Tensor:
-        return torch.where(per_sample_like(sound, tensor), tensor, torch.zeros_like(tensor))
+        return torch.where(sound.any(), tensor.index_select(0, rows), torch.zeros_like(tensor))
 
-    marks = [leaf.per_sample for leaf in template.leaves()]
-    return [clean(t) if per else t for t, per in zip(operands, marks, strict=True)], clean(z), clean(g)
+    operands = [clean(t) if per else t for t, per in zip(operands, marks, strict=True)]
+    return operands, clean(z), torch.where(per_sample_like(sound, g), g, torch.zeros_like(g))
 
 
 def _attach(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
@@ -327,10 +334,16 @@ def _attach(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
         raise RuntimeError(_NOT_MAPPED)
     with torch.no_grad():
         z, codes, residual, steps = _run(fn.detach(), z0.detach(), problem, found)
+    value = z
+    if found.nonfinite:
+        operands, z, _ = quarantined(fn, [leaf.tensor for leaf in fn.leaves()], z, z, codes)
+        fn = fn.filled(operands)
     seen: list[Tensor] = []
     with torch.autocast(z.device.type, enabled=False):
         inner = call(_NewtonStep, z, fn(z) - z, fn, problem, seen, True)
-        outer = call(_NewtonStep, inner, fn(inner) - inner, fn, problem, seen, False)
+        outer: Tensor = call(_NewtonStep, inner, fn(inner) - inner, fn, problem, seen, False)
+    if found.nonfinite:
+        outer = torch.where(per_sample_like(finite(codes), outer), outer, value)
     return outer, codes, residual, steps
 
 
@@ -354,7 +367,7 @@ class _NewtonStep(torch.autograd.Function):
         (z,), g = ctx.saved_tensors, grads[0]
         if ctx.inner and _negligible(g, ctx.seen, ctx.problem):
             return (None,) * 6
-        if not ctx.inner and not torch._C._functorch.is_functorch_wrapped_tensor(g):
+        if not ctx.inner and not is_transformed(g):
             ctx.seen[:] = [norm(g.detach())]
         problem = replace(ctx.problem, order=ctx.problem.order + 1)
         return g, _linearized(ctx.fn, z, g, problem, transposed=True, closed=False), None, None, None, None

@@ -53,6 +53,11 @@ def check_shape(owner: object, name: str, value: Tensor, trailing: Sequence[int]
         raise ValueError(invalid(owner, name, f"of shape [{wanted}]", list(value.shape)))
 
 
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether the tensor belongs to a torch.func transform, so that its values cannot be looked at."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def all_finite(tensor: Tensor) -> bool:
     """Whether every entry is finite: one pass, no temporary of the tensor's size."""
     if tensor.numel() == 0 or not tensor.is_floating_point():

@@ -81,7 +81,7 @@ _LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (sys.modules[
 
 
 def _set_aside(x: Tensor, z0: Tensor) -> tuple[Tensor, Tensor]:
-    """Samples with NaN or infinity in x never enter f, where they would spoil the gradients of shared weights.
+    """Keep NaN and infinity in x out of the cell, where they would spoil the gradients of shared weights.
 
     Their x is replaced by zeros, and their start by NaN, which the loop answers with the status NONFINITE.
     """
@@ -116,7 +116,7 @@ def _refuse(message: str, *call: object) -> None:
 class Equilibrium(nn.Module):
     """x -> z with z = f(z, x), f given by a cell. Works like any module: nn.Sequential, torch.func, double backward.
 
-    `solver`: a Solver; None takes one that fits. `stop`: the tolerance of each sample. `gradient`: Implicit() (exact) by default.
+    `solver`: a Solver; None takes Anderson(). `stop`: the tolerance of each sample. `gradient`: Implicit() (exact) by default.
     `on_failure`: what to do about samples that do not converge, forward or backward: "warn", "raise" or "ignore".
     """
 
@@ -139,6 +139,7 @@ class Equilibrium(nn.Module):
         self.solver = solver
         self.stop = Stop() if stop is None else stop
         self.gradient = Implicit() if gradient is None else gradient
+        self.gradient.check(solver)
         self.on_failure: OnFailure = on_failure
 
     def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:

@@ -105,16 +105,16 @@ class CGState(State):
     unit: Tensor
 
     def candidate(self) -> Tensor:
-        return self.z + per_sample_like(self.unit, self.x) * self.x
+        return torch.addcmul(self.z, per_sample_like(self.unit, self.x), self.x)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         size = self.rr.sqrt() * self.unit
         return size, torch.maximum(norm(self.candidate()), size)
 
     def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
-        true = (fz - z) / per_sample_like(self.unit[rows], z)
-        r, p = self.r.index_copy(0, rows, true), self.p.index_copy(0, rows, true)
-        return replace(self, r=r, p=p, rr=self.rr.index_copy(0, rows, _dot(true, true)))
+        true = (fz - z).div_(per_sample_like(self.unit[rows], z))
+        self.r[rows], self.p[rows] = true, true
+        return replace(self, rr=self.rr.index_copy(0, rows, _dot(true, true)))
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ class GMRESState(State):
         j = self.j
         R, rhs = self.R[:, :j, :j], self.beta[:, None] * self.Q[:, :j, 0]
         diagonal = R.diagonal(dim1=1, dim2=2)
-        singular = diagonal == 0  # a breakdown: leave that direction out
+        floor = torch.finfo(R.dtype).eps * diagonal.amax(dim=1, keepdim=True)
+        singular = ~(diagonal > floor)  # a breakdown: leave that direction out
         R = R + torch.diag_embed(singular.to(R.dtype))
         rhs = torch.where(singular, 0, rhs)[:, :, None]
         y: Tensor = torch.linalg.solve_triangular(at_least_single(R), at_least_single(rhs), upper=True)
@@ -196,7 +197,7 @@ class GMRESState(State):
     def candidate(self) -> Tensor:
         if self.j == 0:
             return self.z
-        return self.z + combine(self.weights(), self.V[:, : self.j]).view_as(self.z)
+        return combine(self.weights(), self.V[:, : self.j]).view_as(self.z).add_(self.z)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         size = self.beta * self.Q[:, self.j, 0].abs()
@@ -235,7 +236,7 @@ def _cycle(z: Tensor, r: Tensor, V: Tensor, evals: int) -> GMRESState:
     """The first state of a cycle from z with residual r; V is overwritten."""
     batch, rows = V.shape[:2]
     beta = norm(r)
-    V[:, 0] = torch.where(beta[:, None] > 0, flat(r) / beta[:, None], torch.zeros_like(V[:, 0]))
+    V[:, 0].copy_(flat(r)).div_(beta[:, None]).masked_fill_(beta[:, None] == 0, 0)
     Q = torch.eye(rows, dtype=V.dtype, device=V.device).repeat(batch, 1, 1)
     return GMRESState(z, evals, V, V.new_zeros(batch, rows - 1, rows - 1), Q, beta, 0)
 
@@ -249,12 +250,12 @@ def _expand(product: Callable[[Tensor], Tensor], state: GMRESState) -> GMRESStat
     h = torch.zeros_like(basis[:, :, 0])
     for _ in range(2):
         part = dots(basis, w)
-        w = w - combine(part, basis)
+        w.sub_(combine(part, basis))
         h = h + part
     rest = norm(w)
     dependent = rest <= torch.finfo(w.dtype).eps * norm(h)  # the Krylov space is exhausted
     rest = torch.where(dependent, 0, rest)
-    V[:, j + 1] = torch.where(dependent[:, None], 0, w / rest[:, None])
+    V[:, j + 1].copy_(w).div_(rest[:, None]).masked_fill_(dependent[:, None], 0)
     column = dots(Q[:, : j + 1, : j + 1], h)
     length = torch.hypot(column[:, j], rest)
     cos = torch.where(length > 0, column[:, j] / length, torch.ones_like(length))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from opteq.batch import compacted, norm, per_sample_like
-from opteq.checks import check_floating, check_instance, check_integer, check_number, invalid
+from opteq.checks import check_floating, check_instance, check_integer, check_number, invalid, is_transformed
 from opteq.tree import Leaf, Tree, per_sample
 
 __all__ = ["ConvergenceError", "Jacobian", "Map", "Solution", "Solver", "State", "Status", "Stop", "Trace", "per_sample", "solve"]
@@ -38,7 +38,7 @@ class Status(Enum):
         "(b) the map may be no contraction: lower the norm of its weights, (c) try Anderson or Newton, or damping below 1."
     )
     NONFINITE = (
-        "met NaN or infinity: the best finite iterate is returned. (a) Look for NaN or infinity in this sample's input, "
+        "met NaN or infinity: (a) look for NaN or infinity in this sample's input, "
         "(b) f may be undefined where the iteration went, (c) the iterates may overflow: lower the norm of the weights."
     )
 
@@ -264,11 +264,11 @@ class Solution:
     @property
     def status(self) -> Status:
         """The worst status of the batch."""
-        return max(self.statuses, key=_CODES.index, default=Status.CONVERGED)
+        return _CODES[int(self.codes.max())] if self.codes.numel() else Status.CONVERGED
 
     def __repr__(self) -> str:
         shape = f"z {list(self.z.shape)} {self.z.dtype}"
-        if torch._C._functorch.is_functorch_wrapped_tensor(self.codes):  # inside a torch.func transform values are not known
+        if is_transformed(self.codes):
             return f"Solution({shape})"
         counts = ", ".join(f"{count} {status.name}" for status, count in Counter(self.statuses).items())
         worst = f"worst residual {self.residual.max().item():.1e}, most steps {int(self.steps.max())}, " if len(self.codes) else ""
@@ -283,13 +283,15 @@ class Solution:
             return f"All {total} samples converged (rtol {self.stop.rtol:g}, atol {self.stop.atol:g})."
         residual = self.residual[~self.converged]
         known = residual[residual.isfinite()]
-        reached = f"{known.max().item():.2e}" if known.numel() else "unknown (f is not finite at the start)"
+        reached = f"{known.max().item():.2e}" if known.numel() else "unknown"
         head = f"{total - counts[Status.CONVERGED]} of {total} samples did not converge. "
         how_far = (
             f"The worst relative residual is {reached} (rtol {self.stop.rtol:g}, atol {self.stop.atol:g}) "
             f"after {int(self.steps.max())} steps, {self.evals} evaluations."
         )
-        return head + how_far + "".join(f"\n{counts[status]} {status.value}" for status in failed)
+        drifting = int((residual <= self.stop.rtol).sum())
+        drift = f" {drifting} met the tolerance only because |f(z)| is large: their residual did not fall." if drifting else ""
+        return head + how_far + drift + "".join(f"\n{counts[status]} {status.value}" for status in failed)
 
     def raise_if_failed(self) -> Self:
         """This solution, or a ConvergenceError if a sample did not converge."""
@@ -299,13 +301,24 @@ class Solution:
 
 
 def first_value(fn: Map, z0: Tensor) -> Tensor:
-    """f(z0), checked: f must keep the shape, dtype and device of its state."""
+    """f(z0), checked: f must keep the shape, dtype and device of its state, and leave the state itself alone."""
+    before = z0.clone()
     fz = fn(z0)
+    check_tensor(fz)
+    if not is_transformed(fz) and not torch.equal(before, z0) and not torch.equal(before.nan_to_num(), z0.nan_to_num()):
+        raise ValueError("The map f must not change its input z in place. (In-place layers such as ReLU(inplace=True) do.)")
     for name in ("shape", "dtype", "device"):
         got, expected = getattr(fz, name), getattr(z0, name)
         if got != expected:
             raise ValueError(f"The map f must return a tensor of the {name} of its state, {expected}. Got {got} instead.")
     return fz
+
+
+def check_tensor(value: object) -> None:
+    """f must return a tensor."""
+    if not isinstance(value, Tensor):
+        name = type(value).__name__
+        raise TypeError(f"The map f must return a tensor. Got {name} instead; pack several tensors into one.")
 
 
 def solve(
@@ -320,8 +333,8 @@ def solve(
     check_instance("solve", "solver", solver, Solver, "a Solver, such as Anderson()")
     check_instance("solve", "stop", stop, Stop, "a Stop")
     check_floating("solve", "z0", z0)
-    if z0.ndim == 0:
-        raise ValueError(invalid("solve", "z0", "of shape [batch, ...]", list(z0.shape)))
+    if z0.ndim == 0 or 0 in z0.shape[1:]:
+        raise ValueError(invalid("solve", "z0", "of shape [batch, ...] with no empty dimension but the batch", list(z0.shape)))
     if not callable(fn):
         raise TypeError(invalid("solve", "fn", "a Map or a callable", fn))
     map_ = fn if isinstance(fn, Map) else CallableMap(fn)
@@ -333,7 +346,7 @@ class _Loop:
     """The loop. Arrays named in the singular hold one entry for each row still worked on; `rows` tells which samples those are."""
 
     def __init__(self, fn: Map, z0: Tensor, solver: Solver, stop: Stop, record: bool) -> None:
-        samples, eps = z0.shape[0], torch.finfo(z0.dtype).eps
+        samples, self.eps = z0.shape[0], torch.finfo(z0.dtype).eps
         device = z0.device
         self.fn, self.solver, self.stop = fn, solver, stop
         self.z0 = z0
@@ -350,8 +363,10 @@ class _Loop:
         self.peak = torch.zeros_like(self.start)  # the largest |f(z) - z| seen
         self.evals = 0  # evaluations made here, beside the solver's own
         self.trace: tuple[list[Tensor], list[Tensor]] | None = ([], []) if record else None
-        self.far = 1 / max(stop.rtol, eps)  # growth of |z| that, with a residual that has not fallen, means divergence
-        self.too_far = max(self.far, eps**-0.5)  # growth at which to give up at once
+        self.far = max(
+            1.0, 1 / max(stop.rtol, self.eps)
+        )  # growth of |z| that, with a residual that has not fallen, means divergence
+        self.too_far = 1 / self.eps  # growth at which to give up at once
 
     def run(self) -> Solution:
         if self.rows.numel() == 0:
@@ -369,20 +384,20 @@ class _Loop:
         """Decide, for each live sample, whether its iterate is the solution, hopeless, or to be improved."""
         last = step == self.stop.max_steps
         size, scale = state.estimate()
+        self.start = torch.maximum(self.start, scale) if step == 0 else self.start
         known = torch.ones_like(self.live)
         z = state.z
         if not state.exact:  # estimates drive, truth decides
-            known = self.live & (self.meets(size, scale) | last)
+            known = self.live & (self.meets(size, scale) | (scale > self.too_far * self.start) | last)
             if known.any():
                 state, z, size, scale = self.verify(state, known, size, scale)
         finite = size.isfinite() & scale.isfinite()
-        self.start = torch.maximum(self.start, scale) if step == 0 else self.start
         self.peak = torch.where(finite, torch.maximum(self.peak, size), self.peak)
         risen = size > 0.5 * self.peak
+        growth = torch.where(self.start > 0, scale / self.start, torch.zeros_like(scale))
         good = self.live & known & finite & self.meets(size, scale)
         if (good & risen).any():
-            good &= ~risen | self.turns(state, z, size)
-        growth = torch.where(self.start > 0, scale / self.start, torch.zeros_like(scale))
+            good &= ~risen | (self.meets(size, self.start) & self.turns(state, z, size, scale))
         residual = torch.where(size > 0, size / scale, torch.zeros_like(size))
         better = self.live & known & finite & ~(residual >= self.residual[self.rows])
         self.keep(good | (better & ~(risen & (growth > self.far))), z, residual)
@@ -413,11 +428,12 @@ class _Loop:
             state = state.corrected(rows[failed], at[failed], value[failed])
         return state, z, size, scale
 
-    def turns(self, state: State, z: Tensor, size: Tensor) -> Tensor:
-        """Whether the residual changes along itself: for f(z) = z + 1 it never does, however small it is beside z."""
+    def turns(self, state: State, z: Tensor, size: Tensor, scale: Tensor) -> Tensor:
+        """Whether the residual is rounding only, or changes along itself: for f(z) = z + 1 it does neither, however large z."""
         fz = state.value() if state.exact else self.fn(z)
         self.evals += 1 if state.exact else 2
-        return norm((self.fn(fz) - fz).sub_(fz).add_(z)) > 1e-3 * size
+        noise = 2 * self.eps * scale
+        return (size <= noise) | (norm((self.fn(fz) - fz).sub_(fz).add_(z)) > 1e-6 * size + noise)
 
     def keep(self, mask: Tensor, z: Tensor, residual: Tensor) -> None:
         """Store the rows of z under the mask as the best of their samples."""
@@ -451,7 +467,8 @@ class _Loop:
         if not self.fn.independent or 4 * int(self.live.sum()) > 3 * self.live.numel():
             return state
         rows = self.live.nonzero()[:, 0]
-        self.fn, state = self.fn.select(rows), state.select(rows)
+        self.fn = self.fn.select(rows)  # one after the other: the old one is freed before the next is made
+        state = state.select(rows)
         self.rows, self.live, self.start, self.peak = self.rows[rows], self.live[rows], self.start[rows], self.peak[rows]
         return state
 

@@ -67,5 +67,6 @@ def _replace(value: Any, name: str, batched: bool, replace: Replace) -> Any:
     if isinstance(value, Mapping):
         return {key: _replace(item, f"{name}.{key}", batched, replace) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return tuple(_replace(item, f"{name}.{i}", batched, replace) for i, item in enumerate(value))
+        items = (_replace(item, f"{name}.{i}", batched, replace) for i, item in enumerate(value))
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value

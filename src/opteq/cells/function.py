@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ class ModuleMap(Map):
     x: Tensor = per_sample()
 
     def __call__(self, z: Tensor) -> Tensor:
-        out: Tensor = torch.func.functional_call(self.f, {**self.parameters, **self.buffers}, (z, self.x))
+        tensors = {**self.parameters, **self.buffers}
+        out: Tensor = torch.func.functional_call(self.f, tensors, (z, self.x), tie_weights=False)
         return out
 
 
@@ -42,7 +43,9 @@ class FunctionCell(Cell):
     """z = f(z, x) for any f that maps [batch, *state_shape] and x to [batch, *state_shape].
 
     A function may capture tensors; they get exact gradients, but torch.func.vmap and forward mode cannot see them. An nn.Module
-    becomes a submodule and has no such limits; it must treat each sample alone.
+    becomes a submodule and has no such limits; it must treat each sample alone, and not write to its buffers.
+
+    Whether a function captures tensors is found by evaluating it at the start z0: it must not use them on other branches only.
     """
 
     def __init__(self, f: Callable[[Tensor, Tensor], Tensor], state_shape: Sequence[int]) -> None:
@@ -59,5 +62,26 @@ class FunctionCell(Cell):
     def bind(self, x: Tensor) -> Map:
         if not isinstance(self.f, nn.Module):
             return FunctionMap(self.f, x)
-        parameters: dict[str, Any] = dict(self.f.named_parameters())
-        return ModuleMap(self.f, parameters, dict(self.f.named_buffers()), x)
+        return ModuleMap(_twin(self.f, {}), _own(self.f, "parameters"), _own(self.f, "buffers"), x)
+
+
+def _twin(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """A module of our own with the same tensors and modes, into which operands are put: the user's is never touched.
+
+    So threads do not disturb one another, and train() or eval() between forward and backward changes nothing.
+    """
+    if id(module) not in made:
+        twin = made[id(module)] = object.__new__(type(module))
+        children = {name: child and _twin(child, made) for name, child in module._modules.items()}
+        tensors = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
+        twin.__dict__.update({**module.__dict__, **tensors, "_modules": children})
+    return made[id(module)]
+
+
+def _own(module: nn.Module, kind: Literal["parameters", "buffers"]) -> dict[str, Tensor]:
+    """Every parameter or buffer by name; each attribute of each module once, also where modules are shared."""
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        tensors = part._parameters if kind == "parameters" else part._buffers
+        found |= {f"{path}.{name}" if path else name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return found

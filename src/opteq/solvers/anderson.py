@@ -73,11 +73,11 @@ class Anderson(Solver):
 
     def _weights(self, state: AndersonState, r: Tensor) -> Tensor:
         """c = (gram + ridge)^-1 dR r by Cholesky; samples for which that fails take c = 0, a Picard step."""
-        gram = state.gram[:, : state.used, : state.used]
+        gram = at_least_single(state.gram[:, : state.used, : state.used])
         diagonal = gram.diagonal(dim1=1, dim2=2)
         ridge = 10 * torch.finfo(r.dtype).eps if self.ridge is None else self.ridge
-        system = at_least_single(gram + torch.diag_embed(torch.where(diagonal > 0, ridge, 1.0)))
-        factor, info = torch.linalg.cholesky_ex(system)
+        shift = torch.where(diagonal > 0, torch.full_like(diagonal, ridge), 1.0)
+        factor, info = torch.linalg.cholesky_ex(gram + torch.diag_embed(shift))
         rhs = dots(state.dR[:, : state.used], r)
         weights = torch.cholesky_solve(at_least_single(rhs)[:, :, None], factor)[:, :, 0].to(r.dtype)
         usable = (info == 0) & weights.isfinite().all(dim=1)

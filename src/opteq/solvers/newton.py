@@ -50,7 +50,7 @@ class Newton(Solver):
 
     def _globalise(self, fn: Map, state: NewtonState, direction: Tensor) -> NewtonState:
         """Halve the steps of the samples whose residual does not fall; then try a plain step."""
-        waiting = torch.ones_like(state.size, dtype=torch.bool)
+        waiting = state.size > 0  # not where it is NaN: nothing would help
         current, length = state, 1.0
         for _ in range(self.halvings + 1):
             bound = (1 - 1e-4 * length) * state.size

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.checks import check_number
+from opteq.checks import check_number, is_transformed
 from opteq.solve import Map, Solver, State, ValueState, first_value
 
 
@@ -26,4 +26,8 @@ class Picard(Solver):
     def step(self, fn: Map, state: State) -> ValueState:
         assert isinstance(state, ValueState)
         z = state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
-        return ValueState(z, state.evals + 1, fn(z))
+        fz, evals = fn(z), state.evals + 1
+        if not is_transformed(fz) and fz.data_ptr() == z.data_ptr():  # f answers in memory of its own: look again from a copy
+            z = z.clone()
+            fz, evals = fn(z), evals + 1
+        return ValueState(z, evals, fz)
