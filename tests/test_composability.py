@@ -81,7 +81,7 @@ def function_of(layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Tensor, 
     return function, tuple(p.detach().clone() for p in layer.parameters())
 
 
-def close(found: object, wanted: object, tolerance: float = 1e-10) -> None:
+def assert_close(found: object, wanted: object, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -97,7 +97,7 @@ def test_eval_mode_has_the_gradients_of_train_mode(make):
     layer, x = make().layer, randn(4, D)
     train = parameter_gradients(layer.train(), layer(x).square().sum())
     evaluated = parameter_gradients(layer.eval(), layer(x).square().sum())
-    close(evaluated, train, 0.0)
+    assert_close(evaluated, train, 0.0)
 
 
 @both
@@ -105,14 +105,14 @@ def test_backward_twice_with_retain_graph_gives_the_same_twice(make):
     layer, x = make().layer, randn(4, D)
     loss = layer(x).square().sum()
     first, second = (parameter_gradients(layer, loss, retain_graph=True) for _ in range(2))
-    close(first, second, 0.0)
+    assert_close(first, second, 0.0)
 
 
 def test_backward_twice_with_retain_graph_gives_the_same_twice_through_captured_tensors():
     layer, f = captured_layer()
     loss = layer(randn(4, D)).square().sum()
     first, second = (parameter_gradients(f, loss, retain_graph=True) for _ in range(2))
-    close(first, second, 1e-12)
+    assert_close(first, second, 1e-12)
 
 
 def test_backward_without_retain_graph_frees_the_graph():
@@ -128,7 +128,7 @@ def test_several_forwards_then_one_backward_add_up(make):
     layer, xs = make().layer, randn(3, 4, D)
     together = parameter_gradients(layer, sum(layer(x).square().sum() for x in xs))
     apart = [parameter_gradients(layer, layer(x).square().sum()) for x in xs]
-    close(together, [sum(parts) for parts in zip(*apart, strict=True)], 1e-13)
+    assert_close(together, [sum(parts) for parts in zip(*apart, strict=True)], 1e-13)
 
 
 def test_gradients_accumulate_like_those_of_any_module():
@@ -136,7 +136,7 @@ def test_gradients_accumulate_like_those_of_any_module():
     layer(x).sum().backward()
     once = [p.grad.clone() for p in layer.parameters()]
     layer(x).sum().backward()
-    close([p.grad for p in layer.parameters()], [2 * g for g in once], 1e-13)
+    assert_close([p.grad for p in layer.parameters()], [2 * g for g in once], 1e-13)
 
 
 @pytest.mark.parametrize("wanted", [("x",), ("W",), ("U",), ("x", "U"), ()])
@@ -153,12 +153,12 @@ def test_any_mix_of_tensors_may_need_gradients(make, wanted):
         parameter.requires_grad_(name in wanted)
     z = layer(x)
     expected = reference(x, *owner.parameters())
-    close(z, expected)
+    assert_close(z, expected)
     assert z.requires_grad == bool(wanted)
     tensors = {"x": x, **dict(owner.named_parameters())}
     chosen = [tensors[name] for name in wanted]
     if chosen:
-        close(torch.autograd.grad(z.square().sum(), chosen), torch.autograd.grad(expected.square().sum(), chosen))
+        assert_close(torch.autograd.grad(z.square().sum(), chosen), torch.autograd.grad(expected.square().sum(), chosen))
 
 
 @both
@@ -168,8 +168,8 @@ def test_inference_mode_and_no_grad_give_the_same_value(make):
         inferred = layer(x)
         assert inferred.is_inference()
     with torch.no_grad():
-        close(layer(x), inferred.clone(), 0.0)
-    close(layer(x).detach(), inferred.clone(), 0.0)
+        assert_close(layer(x), inferred.clone(), 0.0)
+    assert_close(layer(x).detach(), inferred.clone(), 0.0)
 
 
 @both
@@ -179,11 +179,11 @@ def test_non_contiguous_inputs_are_fine(make):
     assert not x.is_contiguous()
     z0 = randn(N, 4, seed=9).T
     z, plain = layer(x, z0), layer(x.contiguous(), z0.contiguous())
-    close(z, plain, 1e-12)
-    close(torch.autograd.grad(z.square().sum(), wide), torch.autograd.grad(plain.square().sum(), wide), 1e-11)
+    assert_close(z, plain, 1e-12)
+    assert_close(torch.autograd.grad(z.square().sum(), wide), torch.autograd.grad(plain.square().sum(), wide), 1e-11)
     z = layer(x)
     broadcast = torch.ones((), dtype=torch.float64).expand_as(z)
-    close(torch.autograd.grad(z, wide, broadcast), torch.autograd.grad(layer(x).sum(), wide), 0.0)
+    assert_close(torch.autograd.grad(z, wide, broadcast), torch.autograd.grad(layer(x).sum(), wide), 0.0)
 
 
 @both
@@ -203,7 +203,7 @@ def test_checkpointing_changes_nothing(make, reentrant):
     layer, x = make().layer, randn(4, D).requires_grad_()
     wanted = parameter_gradients(layer, layer(x).square().sum())
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
-    close([p.grad for p in layer.parameters()], wanted, 0.0)
+    assert_close([p.grad for p in layer.parameters()], wanted, 0.0)
 
 
 @both
@@ -231,7 +231,7 @@ def test_parametrised_weights_get_their_gradients():
     nn.utils.parametrizations.weight_norm(f, "W")
     assert "W" not in dict(f.named_parameters())
     found = parameter_gradients(layer, layer(x).square().sum())
-    close(found, parameter_gradients(layer, unrolled(f, x).square().sum()))
+    assert_close(found, parameter_gradients(layer, unrolled(f, x).square().sum()))
 
 
 # Inside other modules
@@ -251,9 +251,9 @@ def test_two_equilibria_in_one_sequential():
         return unrolled(lambda z, x: torch.tanh(z @ second.W.T + x @ second.U.T + second.b) @ second.W, z, n=2)
 
     x = randn(4, D)
-    close(model(x), reference(x))
+    assert_close(model(x), reference(x))
     found, wanted = (parameter_gradients(model, f(x).square().sum()) for f in (model, reference))
-    close(found, wanted)
+    assert_close(found, wanted)
 
 
 class Outer(nn.Module):
@@ -282,8 +282,8 @@ def test_an_equilibrium_inside_the_f_of_another():
     x = randn(2, D).requires_grad_()
     inputs = [x, *layer.parameters()]
     z, wanted = layer(x), nested_reference(x, *layer.parameters())
-    close(z, wanted)
-    close(torch.autograd.grad(z.square().sum(), inputs), torch.autograd.grad(wanted.square().sum(), inputs), 1e-9)
+    assert_close(z, wanted)
+    assert_close(torch.autograd.grad(z.square().sum(), inputs), torch.autograd.grad(wanted.square().sum(), inputs), 1e-9)
 
 
 def test_an_equilibrium_inside_the_f_of_another_by_capture():
@@ -292,8 +292,8 @@ def test_an_equilibrium_inside_the_f_of_another_by_capture():
     x = randn(2, D).requires_grad_()
     inputs = [x, *outer.parameters()]
     z, wanted = layer(x), nested_reference(x, *outer.parameters())
-    close(z, wanted)
-    close(torch.autograd.grad(z.square().sum(), inputs), torch.autograd.grad(wanted.square().sum(), inputs), 1e-9)
+    assert_close(z, wanted)
+    assert_close(torch.autograd.grad(z.square().sum(), inputs), torch.autograd.grad(wanted.square().sum(), inputs), 1e-9)
 
 
 def test_second_derivatives_of_nested_equilibria():
@@ -304,7 +304,7 @@ def test_second_derivatives_of_nested_equilibria():
         slope = grad(lambda x: f(x).square().sum())
         return grad(lambda x: slope(x).square().sum())(randn(1, D))
 
-    close(curvature(layer), curvature(lambda x: nested_reference(x, *parameters)), 1e-11)
+    assert_close(curvature(layer), curvature(lambda x: nested_reference(x, *parameters)), 1e-11)
 
 
 # torch.func
@@ -316,7 +316,7 @@ def test_func_grad(make):
     inputs = (randn(4, D), *parameters)
     every = tuple(range(len(inputs)))
     found, wanted = (grad(lambda *a, f=f: f(*a).square().sum(), argnums=every)(*inputs) for f in (function, make.reference))
-    close(found, wanted)
+    assert_close(found, wanted)
 
 
 @both
@@ -325,8 +325,8 @@ def test_func_vjp(make):
     inputs = (randn(4, D), *parameters)
     cotangent = randn(4, N, seed=4)
     (z, pull), (z_wanted, pull_wanted) = (vjp(f, *inputs) for f in (function, make.reference))
-    close(z, z_wanted)
-    close(pull(cotangent), pull_wanted(cotangent))
+    assert_close(z, z_wanted)
+    assert_close(pull(cotangent), pull_wanted(cotangent))
 
 
 @both
@@ -334,7 +334,7 @@ def test_func_jvp(make):
     function, parameters = function_of(make().layer)
     inputs = (randn(4, D), *parameters)
     tangents = tuple(randn(*t.shape, seed=i) for i, t in enumerate(inputs))
-    close(jvp(function, inputs, tangents), jvp(make.reference, inputs, tangents))
+    assert_close(jvp(function, inputs, tangents), jvp(make.reference, inputs, tangents))
 
 
 @both
@@ -343,38 +343,38 @@ def test_func_jacobians(make, jacobian):
     function, parameters = function_of(make().layer)
     inputs = (randn(2, D), *parameters)
     every = tuple(range(len(inputs)))
-    close(jacobian(function, argnums=every)(*inputs), jacrev(make.reference, argnums=every)(*inputs))
+    assert_close(jacobian(function, argnums=every)(*inputs), jacrev(make.reference, argnums=every)(*inputs))
 
 
 @both
 def test_func_vmap(make):
     layer, xs = make().layer, randn(5, 4, D)
-    close(vmap(layer)(xs), torch.stack([layer(x) for x in xs]), 1e-11)
+    assert_close(vmap(layer)(xs), torch.stack([layer(x) for x in xs]), 1e-11)
 
 
 @both
 def test_nested_vmap(make):
     layer, xs = make().layer, randn(2, 3, 4, D)
-    close(vmap(vmap(layer))(xs), torch.stack([torch.stack([layer(x) for x in row]) for row in xs]), 1e-11)
+    assert_close(vmap(vmap(layer))(xs), torch.stack([torch.stack([layer(x) for x in row]) for row in xs]), 1e-11)
 
 
 @both
 def test_vmap_with_other_in_dims_and_out_dims(make):
     layer, xs = make().layer, randn(4, 5, D)
     wanted = torch.stack([layer(xs[:, i]) for i in range(5)])
-    close(vmap(layer, in_dims=1)(xs), wanted, 1e-11)
-    close(vmap(layer, in_dims=-2, out_dims=2)(xs), wanted.movedim(0, 2), 1e-11)
-    close(vmap(layer, in_dims=2)(xs.movedim(1, 2)), wanted, 1e-11)
+    assert_close(vmap(layer, in_dims=1)(xs), wanted, 1e-11)
+    assert_close(vmap(layer, in_dims=-2, out_dims=2)(xs), wanted.movedim(0, 2), 1e-11)
+    assert_close(vmap(layer, in_dims=2)(xs.movedim(1, 2)), wanted, 1e-11)
 
 
 @both
 def test_vmap_over_z0(make):
     layer, x, starts = make().layer, randn(4, D), randn(3, 4, N, seed=8)
     wanted = torch.stack([layer(x, z0) for z0 in starts])
-    close(vmap(layer, in_dims=(None, 0))(x, starts), wanted, 1e-11)
-    close(vmap(layer, in_dims=(None, 1))(x, starts.movedim(0, 1)), wanted, 1e-11)
+    assert_close(vmap(layer, in_dims=(None, 0))(x, starts), wanted, 1e-11)
+    assert_close(vmap(layer, in_dims=(None, 1))(x, starts.movedim(0, 1)), wanted, 1e-11)
     xs = randn(3, 4, D, seed=9)
-    close(vmap(layer)(xs, starts), torch.stack([layer(x, z0) for x, z0 in zip(xs, starts, strict=True)]), 1e-11)
+    assert_close(vmap(layer)(xs, starts), torch.stack([layer(x, z0) for x, z0 in zip(xs, starts, strict=True)]), 1e-11)
 
 
 @both
@@ -390,7 +390,7 @@ def test_vmap_of_grad_over_functional_call(make):
     def loss(x: Tensor) -> Tensor:
         return function(x, *parameters).square().sum()
 
-    close(vmap(grad(loss))(xs), torch.stack([grad(loss)(x) for x in xs]))
+    assert_close(vmap(grad(loss))(xs), torch.stack([grad(loss)(x) for x in xs]))
 
 
 @both
@@ -404,7 +404,7 @@ def test_grad_of_vmap(make):
     def looped(W: Tensor) -> Tensor:
         return sum(make.reference(x, W, *parameters[1:]).square().sum() for x in xs)
 
-    close(grad(mapped)(parameters[0]), grad(looped)(parameters[0]))
+    assert_close(grad(mapped)(parameters[0]), grad(looped)(parameters[0]))
 
 
 @both
@@ -417,7 +417,7 @@ def test_per_sample_parameter_gradients(make):
 
     found = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
     for i, sample in enumerate(x):
-        close({name: g[i] for name, g in found.items()}, grad(loss)(parameters, sample))
+        assert_close({name: g[i] for name, g in found.items()}, grad(loss)(parameters, sample))
 
 
 @both
@@ -430,11 +430,11 @@ def test_ensembles_by_stacked_module_state(make):
         return functional_call(models[0], (parameters, buffers), (x,))
 
     z = vmap(call, in_dims=(0, 0, None))(parameters, buffers, x)
-    close(z, torch.stack([model(x) for model in models]), 1e-11)
+    assert_close(z, torch.stack([model(x) for model in models]), 1e-11)
     z.square().sum().backward()
     for i, model in enumerate(models):
         for (name, _), g in zip(model.named_parameters(), parameter_gradients(model, model(x).square().sum()), strict=True):
-            close(parameters[name].grad[i], g)
+            assert_close(parameters[name].grad[i], g)
 
 
 HESSIANS = {
@@ -460,7 +460,7 @@ def test_hessians_in_every_mode(make, mode):
             return (lambda v: loss(f)(v, parameters[0])) if argument == 0 else (lambda v: loss(f)(x, v))
 
         point = (x, parameters[0])[argument]
-        close(HESSIANS[mode](one(function))(point), jacrev(jacrev(one(make.reference)))(point), 1e-9)
+        assert_close(HESSIANS[mode](one(function))(point), jacrev(jacrev(one(make.reference)))(point), 1e-9)
 
 
 @pytest.mark.parametrize("mode", list(HESSIANS))
@@ -471,7 +471,7 @@ def test_mixed_second_derivatives_in_every_mode(mode):
     def one(f: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda s: f(x + s[0], W * (1 + s[1]), U * (1 - s[0])).pow(3).sum()
 
-    close(HESSIANS[mode](one(function))(shift), jacrev(jacrev(one(TanhLayer.reference)))(shift), 1e-9)
+    assert_close(HESSIANS[mode](one(function))(shift), jacrev(jacrev(one(TanhLayer.reference)))(shift), 1e-9)
 
 
 @both
@@ -481,7 +481,7 @@ def test_dual_numbers(make):
     tangents = tuple(randn(*t.shape, seed=i) for i, t in enumerate(inputs))
     with forward_ad.dual_level():
         z, tangent = forward_ad.unpack_dual(function(*(forward_ad.make_dual(a, t) for a, t in zip(inputs, tangents, strict=True))))
-    close((z, tangent), jvp(make.reference, inputs, tangents))
+    assert_close((z, tangent), jvp(make.reference, inputs, tangents))
 
 
 @both
@@ -498,16 +498,16 @@ def test_dual_numbers_with_a_graph(make):
         y = x.clone().requires_grad_()
         return torch.autograd.grad(slope(f, y), y)[0]
 
-    close(derivative(function), derivative(make.reference), 1e-9)
+    assert_close(derivative(function), derivative(make.reference), 1e-9)
 
 
 @both
 def test_vmap_of_jvp_and_of_hessian(make):
     layer, xs = make().layer, randn(3, 2, D)
     found = vmap(lambda x: jvp(layer, (x,), (torch.ones_like(x),))[1])(xs)
-    close(found, torch.stack([jvp(layer, (x,), (torch.ones_like(x),))[1] for x in xs]))
+    assert_close(found, torch.stack([jvp(layer, (x,), (torch.ones_like(x),))[1] for x in xs]))
     hessian = jacfwd(jacrev(lambda x: layer(x).pow(3).sum()))
-    close(vmap(hessian)(xs), torch.stack([hessian(x) for x in xs]), 1e-9)
+    assert_close(vmap(hessian)(xs), torch.stack([hessian(x) for x in xs]), 1e-9)
 
 
 def test_solutions_of_every_sample_are_told_under_vmap():
@@ -526,7 +526,7 @@ def test_deepcopy_is_independent_and_equal(make):
     layer, x = make().layer, randn(4, D)
     layer(x).sum().backward()
     other = copy.deepcopy(layer)
-    close(other(x), layer(x), 0.0)
+    assert_close(other(x), layer(x), 0.0)
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(0.5)
@@ -541,7 +541,7 @@ def test_state_dict_round_trip_through_a_file(make):
     torch.save(layer.state_dict(), file)
     file.seek(0)
     assert other.load_state_dict(torch.load(file, weights_only=True)).missing_keys == []
-    close(other(x), layer(x), 0.0)
+    assert_close(other(x), layer(x), 0.0)
     assert list(layer.state_dict()) == [name for name, _ in layer.named_parameters()]
 
 
@@ -550,8 +550,8 @@ def test_modules_can_be_pickled(make):
     layer, x = make().layer, randn(4, D)
     other = pickle.loads(pickle.dumps(layer))
     assert repr(other) == repr(layer)
-    close(other(x), layer(x), 0.0)
-    close(parameter_gradients(other, other(x).sum()), parameter_gradients(layer, layer(x).sum()), 0.0)
+    assert_close(other(x), layer(x), 0.0)
+    assert_close(parameter_gradients(other, other(x).sum()), parameter_gradients(layer, layer(x).sum()), 0.0)
 
 
 def test_modules_can_be_moved_to_another_dtype():
@@ -560,7 +560,7 @@ def test_modules_can_be_moved_to_another_dtype():
     layer.stop = Stop(rtol=1e-6)
     z = layer.float()(x.float())
     assert z.dtype == torch.float32
-    close(z.double(), wanted, 1e-5)
+    assert_close(z.double(), wanted, 1e-5)
 
 
 def test_modules_in_half_precision_solve_and_differentiate_in_it():
@@ -569,7 +569,7 @@ def test_modules_in_half_precision_solve_and_differentiate_in_it():
     layer.stop = Stop(rtol=1e-2)
     z = layer.half()(x.half())
     assert z.dtype == torch.float16
-    close(z.double(), wanted, 5e-2)
+    assert_close(z.double(), wanted, 5e-2)
     assert all(g.dtype == torch.float16 and g.isfinite().all() for g in parameter_gradients(layer, z.sum()))
 
 
@@ -595,7 +595,7 @@ def test_autocast_to_float16_solves_in_float32(kind):
         loss = model[3](z).square().sum()
     assert h.dtype == torch.float16
     assert z.dtype == torch.float32
-    close(z, wanted, 5e-3)
+    assert_close(z, wanted, 5e-3)
     found = parameter_gradients(model, loss)
     for a, b in zip(found, wanted_gradients, strict=True):
         assert a.dtype == torch.float32
@@ -691,7 +691,7 @@ def test_two_threads_at_once_give_the_results_of_one_after_the_other():
         thread.start()
     for thread in threads:
         thread.join()
-    close(found, wanted, 1e-13)
+    assert_close(found, wanted, 1e-13)
 
 
 def test_two_threads_may_share_one_layer():
@@ -711,7 +711,7 @@ def test_two_threads_may_share_one_layer():
         thread.start()
     for thread in threads:
         thread.join()
-    close([found[0], found[1]], wanted, 1e-13)
+    assert_close([found[0], found[1]], wanted, 1e-13)
 
 
 # Training
@@ -729,5 +729,5 @@ def test_a_few_steps_of_training_follow_the_unrolled_network(make):
             optimizer.zero_grad()
             (z - y).square().mean().backward()
             optimizer.step()
-    close([p.detach() for p in layer.parameters()], [p.detach() for p in twin], 1e-8)
+    assert_close([p.detach() for p in layer.parameters()], [p.detach() for p in twin], 1e-8)
     assert layer.solve(x).status is Status.CONVERGED

@@ -145,7 +145,7 @@ class State(Tree, ABC):
     exact: ClassVar[bool] = True
     history: ClassVar[tuple[str, ...]] = ()  # large fields of the solver's own, compacted in place
     z: Tensor
-    evals: int  # evaluations of f and products with its Jacobian so far
+    evals: int  # evaluations of f and products with its Jacobian so far; what `linearize` itself evaluates is not counted
 
     @abstractmethod
     def estimate(self) -> tuple[Tensor, Tensor]:
