@@ -121,7 +121,8 @@ class CGState(State):
 class CG(Solver):
     """Conjugate gradients for (I - M) v = g with M symmetric and I - M positive definite; one product a step, five vectors.
 
-    Hestenes and Stiefel (1952). Where I - M turns out not to be positive definite, a sample stops moving and does not converge.
+    Hestenes and Stiefel (1952). Where I - M turns out not to be positive definite, a sample stops moving and does not converge;
+    GMRES does not need that.
     """
 
     def init(self, fn: Map, z0: Tensor) -> CGState:
