@@ -38,7 +38,8 @@ class OptEqMap(Map):
         return Jacobian(jvp=product, vjp=product, symmetric=True)
 
     def _blend(self, s: Tensor, z: Tensor) -> Tensor:
-        out = s @ self.W * (self.alpha / self.mu)
+        out = s @ self.W
+        out = out if self.alpha == self.mu else out * (self.alpha / self.mu)
         return out if self.alpha == 1 else out + (1 - self.alpha) * z
 
 
