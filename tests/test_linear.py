@@ -269,7 +269,8 @@ def test_what_is_called_converged_is(
     slack = 10 * n * (1 + norm) * torch.finfo(dtype).eps  # the rounding of one product
     assert (true <= rtol * (1 + 1e-3) + slack)[found.converged.numpy()].all()
     finite = found.residual.isfinite().numpy()
-    assert (abs(true - found.residual.numpy()) <= 1e-3 * true + slack)[finite].all()
+    told = found.residual.numpy()[finite]
+    assert (abs(true[finite] - told) <= 1e-3 * told + slack).all()
 
 
 # What cannot be solved
@@ -375,3 +376,10 @@ def test_a_diverging_series_tells_its_true_residual() -> None:
     found = solve(dense(M, torch.ones(1, 3, dtype=torch.float64)), torch.zeros(1, 3, dtype=torch.float64), Neumann(), Stop())
     assert found.status is Status.DIVERGED
     assert found.residual.isfinite().all() or "is unknown" in found.explain()
+
+
+def test_where_f_vanishes_the_relative_residual_is_infinite() -> None:
+    """v = -v + g from v = 0: the first term of the series is g, where f(g) = 0."""
+    found = solve(dense(-torch.ones(1, 1, 1), torch.ones(1, 1)), torch.zeros(1, 1), Neumann(), Stop(max_steps=1))
+    assert found.status is Status.MAX_STEPS
+    assert found.residual.item() == float("inf")
