@@ -348,7 +348,7 @@ class _Loop:
     def __init__(self, fn: Map, z0: Tensor, solver: Solver, stop: Stop, record: bool) -> None:
         samples, self.eps = z0.shape[0], torch.finfo(z0.dtype).eps
         device = z0.device
-        self.fn, self.solver, self.stop = fn, solver, stop
+        self.fn, self.whole, self.solver, self.stop = fn, fn, solver, stop  # fn loses samples, whole does not
         self.z0 = z0
         self.start = norm(z0)  # then max(|z0|, |f(z0)|)
         self.best = z0
@@ -378,7 +378,17 @@ class _Loop:
                 break
             state = self.compact(state)
             state = self.solver.step(self.fn, state)
+        self.complete()
         return self.solution(state.evals)
+
+    def complete(self) -> None:
+        """Measure the samples of which only estimates were seen before they ran away."""
+        unknown = self.residual.isnan() & (self.codes != _NONFINITE)
+        if unknown.any():
+            value = self.whole(self.best)
+            self.evals += 1
+            size, scale = norm(value - self.best), norm(value)
+            self.residual = torch.where(unknown, torch.where(size > 0, size / scale, 0), self.residual)
 
     def judge(self, state: State, step: int) -> State:
         """Decide, for each live sample, whether its iterate is the solution, hopeless, or to be improved."""
