@@ -554,3 +554,19 @@ def test_a_single_precision_layer_under_a_double_default():
         assert layer(x).dtype is torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_an_empty_container_inside_f_is_no_obstacle():
+    class F(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.extra, self.absent = nn.Linear(3, 3), nn.ModuleList(), None
+            self.register_module("nothing", None)
+
+        def forward(self, z, x):
+            assert self.nothing is None
+            return 0.3 * torch.tanh(self.linear(z)) + x + len(self.extra)
+
+    layer = Equilibrium(FunctionCell(F(), (3,)), on_failure="raise")
+    layer(torch.randn(2, 3)).sum().backward()
+    assert layer.cell.f.linear.weight.grad.isfinite().all()

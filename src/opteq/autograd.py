@@ -110,7 +110,6 @@ _HAND_OVER = (
     "(c) write a Cell whose Map has it as a field."
 )
 
-
 _SECOND_ORDER = "f captures a tensor; its derivatives are exact up to the second order only. " + _HAND_OVER
 
 
@@ -148,26 +147,27 @@ class _TransformedError(Exception):
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
-        self.mapped, self.order = _is_mapped(tensor), 0
-        while is_transformed(tensor):
-            self.order += torch._C._functorch.is_gradtrackingtensor(tensor)
-            tensor = torch._C._functorch.get_unwrapped(tensor)
+        self.mapped = _is_mapped(tensor)
+        self.order = sum(torch._C._functorch.is_gradtrackingtensor(level) for level in _levels(tensor))
+
+
+def _levels(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor as each torch.func transform sees it, the innermost first, and last the plain one."""
+    yield tensor
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        yield tensor
 
 
 def underlying(tensor: Tensor) -> Tensor:
     """The plain tensor below every torch.func transform: for looking at values."""
-    while is_transformed(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+    *_, plain = _levels(tensor)
+    return plain
 
 
 def _is_mapped(tensor: Tensor) -> bool:
     """Whether torch.func.vmap, at any level, maps over the tensor."""
-    mapped = False
-    while is_transformed(tensor):
-        mapped |= torch._C._functorch.is_batchedtensor(tensor)
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return mapped
+    return any(torch._C._functorch.is_batchedtensor(level) for level in _levels(tensor))
 
 
 class _Spy(TorchFunctionMode):

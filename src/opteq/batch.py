@@ -25,6 +25,11 @@ def norm(z: Tensor) -> Tensor:
     return plain.index_copy(0, again, torch.linalg.vector_norm(rows[again] / unit[:, None], dim=1) * unit)
 
 
+def sound_samples(x: Tensor) -> Tensor:
+    """Which samples are finite throughout."""
+    return flat(x.isfinite()).all(dim=1)
+
+
 def per_sample_like(values: Tensor, z: Tensor) -> Tensor:
     """One number a sample, shaped to broadcast against the states z."""
     return values.reshape(-1, *[1] * (z.ndim - 1))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.autograd import underlying
-from opteq.batch import per_sample_like
+from opteq.batch import per_sample_like, sound_samples
 from opteq.checks import all_finite, check_finite, check_floating, check_instance, invalid
 from opteq.gradients import Gradient, Implicit
 from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop
@@ -85,7 +85,7 @@ def _set_aside(x: Tensor, z0: Tensor) -> tuple[Tensor, Tensor]:
 
     Their x is replaced by zeros, and their start by NaN, which the loop answers with the status NONFINITE.
     """
-    sound = x.isfinite().reshape(x.shape[0], -1).all(dim=1)
+    sound = sound_samples(x)
     x = torch.where(per_sample_like(sound, x), x, torch.zeros_like(x))
     return x, torch.where(per_sample_like(sound, z0), z0, torch.full_like(z0, math.nan))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from opteq.autograd import Problem, Report, call, equilibrium, finite, quarantined, underlying
-from opteq.batch import per_sample_like
+from opteq.batch import per_sample_like, sound_samples
 from opteq.checks import all_finite, check_instance, check_integer, check_number
 from opteq.linear import linear_solver
 from opteq.solve import ConvergenceError, Map, Solution, Solver, State, Status, Stop, ValueState, first_value
@@ -35,7 +35,7 @@ class Gradient(ABC):
 
 
 def default_solver(fn: Map) -> Solver:
-    """The method taken when none is named."""
+    """The method taken for a map when none is named: Anderson, for every kind of map that there is so far."""
     return Anderson()
 
 
@@ -168,7 +168,7 @@ def _without_nan(z0: Tensor) -> tuple[Tensor, Tensor | None]:
     """z0 with its unsound samples replaced by zeros, and a mask of the sound ones; no mask if all are."""
     if all_finite(underlying(z0)):
         return z0, None
-    sound = per_sample_like(z0.isfinite().reshape(z0.shape[0], -1).all(dim=1), z0)
+    sound = per_sample_like(sound_samples(z0), z0)
     return torch.where(sound, z0, torch.zeros_like(z0)), sound
 
 

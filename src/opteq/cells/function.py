@@ -72,7 +72,7 @@ def _twin(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     """
     if id(module) not in made:
         twin = made[id(module)] = object.__new__(type(module))
-        children = {name: child and _twin(child, made) for name, child in module._modules.items()}
+        children = {name: None if child is None else _twin(child, made) for name, child in module._modules.items()}
         tensors = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
         twin.__dict__.update({**module.__dict__, **tensors, "_modules": children})
     return made[id(module)]
