@@ -287,7 +287,8 @@ def test_bad_constructor_arguments(arguments, error, words):
         (lambda: OptEq(3, 4, 4, alpha=0.0), ValueError, "'alpha' parameter of OptEq"),
         (lambda: OptEq(3, 4, 4, alpha=1.5), ValueError, "'alpha' parameter of OptEq must be a finite number > 0 and <= 1"),
         (lambda: OptEq(3, 4, 4, mu=-1.0), ValueError, "'mu' parameter of OptEq"),
-        (lambda: OptEq(3, 4, 4, activation="gelu"), ValueError, "'activation' parameter of OptEq must be one of 'relu'"),
+        (lambda: OptEq(3, 4, 4, activation="cube"), ValueError, "'activation' parameter of OptEq must be one of 'relu'"),
+        (lambda: OptEq(3, 4, 4, activation="gelu"), ValueError, "OptEq needs an activation that is monotone .* 'gelu' is not"),
         (lambda: OptEq(3, 4, 4, activation=torch.relu), TypeError, "'activation' parameter of OptEq"),
     ],
 )

@@ -13,9 +13,10 @@ from torch.autograd import forward_ad
 from opteq.autograd import Problem, Report, call, equilibrium, finite, quarantined, underlying
 from opteq.batch import per_sample_like, sound_samples
 from opteq.checks import all_finite, check_instance, check_integer, check_number
+from opteq.convex import ConvexMap
 from opteq.linear import linear_solver
 from opteq.solve import ConvergenceError, Map, Solution, Solver, State, Status, Stop, ValueState, first_value
-from opteq.solvers import Anderson, Picard
+from opteq.solvers import Anderson, Newton, Picard
 
 if TYPE_CHECKING:
     from opteq.equilibrium import Equilibrium
@@ -35,8 +36,20 @@ class Gradient(ABC):
 
 
 def default_solver(fn: Map) -> Solver:
-    """The method taken for a map when none is named: Anderson, for every kind of map that there is so far."""
-    return Anderson()
+    """The method taken when none is named: Newton on the dual of a convex map, where that is cheaper; else Anderson.
+
+    It depends on the map only, never on the batch, so that a sample is solved in the same way alone and among others.
+    """
+    return Newton() if isinstance(fn, ConvexMap) and fn.dual_pays() else Anderson()
+
+
+def _refuse_selective(gradient: Gradient, solver: Solver | None) -> None:
+    if solver is not None and solver.selective:
+        own, given = type(gradient).__name__, type(solver).__name__
+        raise TypeError(
+            f"{own} differentiates the equilibrium as the only solution of z = f(z); {given} is for maps with several, where "
+            "I - J is singular, and it stops before it has found one. Take gradient=Unrolled(20), which differentiates its steps."
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,11 @@ class Implicit(Gradient):
         check_instance(self, "stop", self.stop, (Stop, type(None)), "a Stop or None")
         check_instance(self, "linear", self.linear, (Solver, type(None)), "a Solver, such as GMRES(), or None")
 
+    def check(self, solver: Solver | None) -> None:
+        _refuse_selective(self, solver)
+
     def attach(self, fn: Map, z0: Tensor, solver: Solver | None, stop: Stop, report: Report) -> Solution:
+        self.check(solver)
         return equilibrium(fn, z0, self.problem(fn, solver, stop, report))[0]
 
     def problem(self, fn: Map, solver: Solver | None, stop: Stop, report: Report) -> Problem:
@@ -134,7 +151,11 @@ class Phantom(Gradient):
         check_integer(self, "steps", self.steps, 1)
         check_number(self, "damping", self.damping, 0.0, 1.0, open_low=True)
 
+    def check(self, solver: Solver | None) -> None:
+        _refuse_selective(self, solver)
+
     def attach(self, fn: Map, z0: Tensor, solver: Solver | None, stop: Stop, report: Report) -> Solution:
+        self.check(solver)
         solution, nonfinite = _value(fn, z0, default_solver(fn) if solver is None else solver, stop, report)
         z = solution.z
         if nonfinite:
@@ -152,6 +173,9 @@ class Phantom(Gradient):
 @dataclass(frozen=True)
 class JacobianFree(Gradient):
     """Approximate: (I - J')^-1 is replaced by I, so the gradient is that of one step f(z) at the solution. Fung et al. (2022)."""
+
+    def check(self, solver: Solver | None) -> None:
+        _refuse_selective(self, solver)
 
     def attach(self, fn: Map, z0: Tensor, solver: Solver | None, stop: Stop, report: Report) -> Solution:
         return Phantom(steps=1, damping=1.0).attach(fn, z0, solver, stop, report)

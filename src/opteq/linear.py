@@ -104,12 +104,16 @@ class CGState(State):
     rr: Tensor
     unit: Tensor
 
-    def candidate(self) -> Tensor:
+    def candidate(self, fn: Map) -> Tensor:
+        return self.iterate()
+
+    def iterate(self) -> Tensor:
+        """z + unit x."""
         return torch.addcmul(self.z, per_sample_like(self.unit, self.x), self.x)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         size = self.rr.sqrt() * self.unit
-        return size, torch.maximum(norm(self.candidate()), size)
+        return size, torch.maximum(norm(self.iterate()), size)
 
     def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
         true = (fz - z).div_(per_sample_like(self.unit[rows], z))
@@ -195,7 +199,11 @@ class GMRESState(State):
         y: Tensor = torch.linalg.solve_triangular(at_least_single(R), at_least_single(rhs), upper=True)
         return y[:, :, 0].to(R.dtype)
 
-    def candidate(self) -> Tensor:
+    def candidate(self, fn: Map) -> Tensor:
+        return self.iterate()
+
+    def iterate(self) -> Tensor:
+        """z + V' y."""
         if self.j == 0:
             return self.z
         return combine(self.weights(), self.V[:, : self.j]).view_as(self.z).add_(self.z)
@@ -228,7 +236,7 @@ class GMRES(Solver):
         assert isinstance(state, GMRESState)
         fn = _linear(self, fn)
         if state.j == state.R.shape[1]:
-            z = state.candidate()
+            z = state.iterate()
             state = _cycle(z, fn(z) - z, state.V, state.evals + 1)
         return _expand(fn.product, state)
 

@@ -151,7 +151,7 @@ class State(Tree, ABC):
     def estimate(self) -> tuple[Tensor, Tensor]:
         """(|f(z) - z|, |f(z)|) for each sample: exact or estimated."""
 
-    def candidate(self) -> Tensor:
+    def candidate(self, fn: Map) -> Tensor:
         """The iterate, for states that compute it on demand."""
         return self.z
 
@@ -217,6 +217,11 @@ class Solver(ABC):
     """A method for z = f(z): a frozen dataclass of hyper-parameters, validated when it is made."""
 
     differentiable: ClassVar[bool] = False  # whether autograd can follow its steps
+    selective: ClassVar[bool] = False  # seeks one of several fixed points: takes every step, whatever the residual
+
+    def prepare(self, fn: Map) -> Map:
+        """The map that the steps are given: fn with what is worth computing once, such as factorisations."""
+        return fn
 
     @abstractmethod
     def init(self, fn: Map, z0: Tensor) -> State:
@@ -348,6 +353,7 @@ class _Loop:
     def __init__(self, fn: Map, z0: Tensor, solver: Solver, stop: Stop, record: bool) -> None:
         samples, self.eps = z0.shape[0], torch.finfo(z0.dtype).eps
         device = z0.device
+        fn = solver.prepare(fn) if samples else fn
         self.fn, self.whole, self.solver, self.stop = fn, fn, solver, stop  # fn loses samples, whole does not
         self.z0 = z0
         self.start = norm(z0)  # then max(|z0|, |f(z0)|)
@@ -406,10 +412,12 @@ class _Loop:
         risen = size > 0.5 * self.peak
         growth = torch.where(self.start > 0, scale / self.start, torch.zeros_like(scale))
         good = self.live & known & finite & self.meets(size, scale)
+        if self.solver.selective and not last:
+            good = torch.zeros_like(good)
         if (good & risen).any():
             good &= ~risen | (self.meets(size, self.start) & self.turns(state, z, size, scale))
         residual = torch.where(size > 0, size / scale, torch.zeros_like(size))
-        better = self.live & known & finite & ~(residual >= self.residual[self.rows])
+        better = self.live & known & finite & (~(residual >= self.residual[self.rows]) | self.solver.selective)
         self.keep(good | (better & ~(risen & (growth > self.far))), z, residual)
         self.record(self.live & known, residual)
         self.steps[self.rows[self.live]] = step
@@ -424,7 +432,7 @@ class _Loop:
 
     def verify(self, state: State, wanted: Tensor, size: Tensor, scale: Tensor) -> tuple[State, Tensor, Tensor, Tensor]:
         """Evaluate f at the iterates of the wanted rows, and put the truth in place of the estimate."""
-        z = state.candidate()
+        z = state.candidate(self.fn)
         rows = wanted.nonzero()[:, 0]
         if self.fn.independent and 2 * rows.numel() <= wanted.numel():
             fn, at = self.fn.select(rows), z[rows]

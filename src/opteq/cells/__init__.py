@@ -1,6 +1,19 @@
-"""The parameters of f: cells for Equilibrium."""
+"""Cells: the parameters of one application of f."""
 
+from opteq.cells.deep import DeepOptEq, StackedOptEq
 from opteq.cells.function import FunctionCell
-from opteq.cells.optimization import OptEq
+from opteq.cells.optimization import ConvOptEq, DepthwiseOptEq, OptEq
+from opteq.cells.variants import AffineOptEq, MultivariateOptEq
+from opteq.cells.wide import WideOptEq
 
-__all__ = ["FunctionCell", "OptEq"]
+__all__ = [
+    "AffineOptEq",
+    "ConvOptEq",
+    "DeepOptEq",
+    "DepthwiseOptEq",
+    "FunctionCell",
+    "MultivariateOptEq",
+    "OptEq",
+    "StackedOptEq",
+    "WideOptEq",
+]

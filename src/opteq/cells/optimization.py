@@ -1,16 +1,22 @@
-"""OptEq: a layer whose equilibrium minimises a convex function."""
+"""OptEq layers: maps z -> W' sigma(W z + U x + b) whose equilibrium minimises a convex function."""
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.nn.utils import parametrize
 
-from opteq.activations import Activation, find_activation
-from opteq.checks import check_integer, check_number, check_shape
+from opteq.activations import Activation, check_monotone, find_activation
+from opteq.checks import check_integer, check_number, check_shape, invalid
+from opteq.convex import ConvexMap, DualMap
 from opteq.equilibrium import Cell
+from opteq.operators import Conv, Dense, Operator, Padding, Separable
 from opteq.solve import Jacobian, Map, per_sample
+from opteq.spectral import NormBall, scale_to
 
 
 @dataclass(frozen=True)
@@ -19,35 +25,114 @@ class OptEqMap(Map):
 
     closed: ClassVar[bool] = True
     symmetric: ClassVar[bool] = True
-    W: Tensor  # [hidden, features]
+    W: Operator
     sigma: Activation
-    alpha: float
+    alpha: float | Tensor
     mu: float
-    u: Tensor = per_sample()  # [batch, hidden]
+    u: Tensor = per_sample()
+
+    def hidden(self, z: Tensor) -> Tensor:
+        """W z + u."""
+        return self.W(z) + self.u
+
+    def lift(self, s: Tensor) -> Tensor:
+        """W' s / mu."""
+        out = self.W.adjoint(s)
+        return out if self.mu == 1 else out / self.mu
+
+    def plain(self, z: Tensor) -> Tensor:
+        """f(z) = W' sigma(W z + u) / mu: the layer without its skip connection."""
+        return self.lift(self.sigma(self.hidden(z)))
 
     def __call__(self, z: Tensor) -> Tensor:
-        return self._blend(self.sigma(torch.nn.functional.linear(z, self.W) + self.u), z)
+        return blend(self.alpha, self.plain(z), z)
 
     def linearize(self, z: Tensor) -> Jacobian:
         """J = (alpha / mu) W' D W + (1 - alpha) I, D = diag(sigma'(W z + u)): symmetric."""
-        slope = self.sigma.derivative(torch.nn.functional.linear(z, self.W) + self.u)
+        slope = self.sigma.derivative(self.hidden(z))
 
         def product(v: Tensor) -> Tensor:
-            return self._blend(slope * torch.nn.functional.linear(v, self.W), v)
+            return blend(self.alpha, self.lift(slope * self.W(v)), v)
 
         return Jacobian(jvp=product, vjp=product, symmetric=True)
 
-    def _blend(self, s: Tensor, z: Tensor) -> Tensor:
-        out = s @ self.W
-        out = out if self.alpha == self.mu else out * (self.alpha / self.mu)
-        return out if self.alpha == 1 else out + (1 - self.alpha) * z
+
+def blend(alpha: float | Tensor, fz: Tensor, z: Tensor) -> Tensor:
+    """alpha f(z) + (1 - alpha) z."""
+    return fz if not isinstance(alpha, Tensor) and alpha == 1 else alpha * fz + (1 - alpha) * z
 
 
-class OptEq(Cell):
+@dataclass(frozen=True)
+class DenseOptEqMap(OptEqMap, ConvexMap):
+    """An OptEqMap with a matrix W, which has a dual."""
+
+    W: Dense
+    u: Tensor = per_sample()  # [batch, hidden]
+
+    def dual(self) -> DualMap:
+        return DualMap(self.W.W @ (self.W.W / self.mu).T, self.sigma, self.u)
+
+    def dual_pays(self) -> bool:
+        hidden, features = self.W.W.shape
+        return hidden <= 2 * features
+
+
+class OptEqCell(Cell):
+    """z = (1 / mu) W' sigma(W z + U x + b): what the layers have in common; they differ in what W and U are.
+
+    `alpha` < 1 adds a skip connection, alpha f(z) + (1 - alpha) z, with the same equilibrium.
+    `constrained=True` keeps L_sigma ||W||^2 <= (1 - margin) mu, with ||W|| the norm of the operator, so that the equilibrium
+    exists and is unique: W is scaled down whenever it leaves that ball.
+    """
+
+    alpha: float | Tensor
+
+    def __init__(
+        self, sizes: dict[str, int], activation: str | Activation, alpha: float, mu: float, constrained: bool, margin: float
+    ) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            check_integer(self, name, size, 1)
+        check_number(self, "alpha", alpha, 0.0, 1.0, open_low=True)
+        check_number(self, "mu", mu, 0.0, open_low=True)
+        check_number(self, "margin", margin, 0.0, 1.0)
+        if not isinstance(constrained, bool):
+            raise TypeError(invalid(self, "constrained", "a bool", constrained))
+        self.sizes = sizes
+        self.activation = find_activation(self, activation)
+        check_monotone(self, self.activation)
+        self.alpha, self.mu = float(alpha), float(mu)
+        self.constrained, self.margin = constrained, margin
+
+    @property
+    def norm_limit(self) -> float:
+        """The largest ||W|| with L_sigma ||W||^2 <= (1 - margin) mu."""
+        return math.sqrt((1 - self.margin) * self.mu / self.activation.lipschitz)
+
+    @abstractmethod
+    def operator(self) -> Operator:
+        """W."""
+
+    @abstractmethod
+    def injection(self, x: Tensor) -> Tensor:
+        """U x + b, in the promoted dtype."""
+
+    def bind(self, x: Tensor) -> OptEqMap:
+        return OptEqMap(self.operator(), self.activation, self.alpha, self.mu, self.injection(x))
+
+    def extra_repr(self) -> str:
+        values = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        alpha = f"{float(self.alpha):g}"
+        limit = f", constrained=True, margin={self.margin:g}" if self.constrained else ""
+        return f"{values}, activation={self.activation.name}, alpha={alpha}, mu={self.mu:g}{limit}"
+
+
+class OptEq(OptEqCell):
     """z = (1 / mu) W' sigma(W z + U x + b), the minimiser of a convex function when mu > L_sigma ||W||^2.
 
     `alpha` < 1 adds a skip connection, alpha f(z) + (1 - alpha) z, with the same equilibrium. W begins with a norm of about 1/2.
-    Optimization induced equilibrium networks, Theorem 1.
+    `constrained=True` keeps L_sigma ||W||^2 <= (1 - margin) mu in training. Parameters W [hidden, features],
+    U [hidden, in_features], b [hidden]. Optimization induced equilibrium networks, Theorem 1.
     """
 
     def __init__(
@@ -59,34 +144,193 @@ class OptEq(Cell):
         activation: str | Activation = "relu",
         alpha: float = 1.0,
         mu: float = 1.0,
+        constrained: bool = False,
+        margin: float = 1e-3,
     ) -> None:
-        super().__init__()
-        for name, value in (("in_features", in_features), ("features", features), ("hidden", hidden)):
-            check_integer(self, name, value, 1)
-        check_number(self, "alpha", alpha, 0.0, 1.0, open_low=True)
-        check_number(self, "mu", mu, 0.0, open_low=True)
+        sizes = {"in_features": in_features, "features": features, "hidden": hidden}
+        super().__init__(sizes, activation, alpha, mu, constrained, margin)
         self.in_features, self.features, self.hidden = in_features, features, hidden
-        self.activation = find_activation(self, activation)
-        self.alpha, self.mu = alpha, mu
         self.state_shape = (features,)
         self.W = nn.Parameter(torch.empty(hidden, features))
         self.U = nn.Parameter(torch.empty(hidden, in_features))
         self.b = nn.Parameter(torch.empty(hidden))
         self.reset_parameters()
+        if constrained:
+            parametrize.register_parametrization(self, "W", NormBall(self.norm_limit, Dense))
 
     def reset_parameters(self) -> None:
         """Draw W of norm about 1/2, U and b as nn.Linear does."""
-        nn.init.normal_(self.W, std=0.5 / (math.sqrt(self.hidden) + math.sqrt(self.features)))
-        bound = 1 / math.sqrt(self.in_features)
-        nn.init.uniform_(self.U, -bound, bound)
-        nn.init.uniform_(self.b, -bound, bound)
+        _draw(self, _half_norm(self.hidden, self.features))
+        _uniform(self.in_features, self.U, self.b)
 
-    def bind(self, x: Tensor) -> OptEqMap:
+    def operator(self) -> Dense:
+        return Dense(self.W)
+
+    def injection(self, x: Tensor) -> Tensor:
         check_shape(self, "x", x, (self.in_features,))
         dtype = self.promoted(x)
-        u = torch.nn.functional.linear(x.to(dtype), self.U.to(dtype), self.b.to(dtype))
-        return OptEqMap(self.W, self.activation, self.alpha, self.mu, u)
+        return linear(x.to(dtype), self.U.to(dtype), self.b.to(dtype))
 
-    def extra_repr(self) -> str:
-        sizes = f"{self.in_features}, {self.features}, {self.hidden}"
-        return f"{sizes}, activation={self.activation.name}, alpha={self.alpha}, mu={self.mu}"
+    def bind(self, x: Tensor) -> DenseOptEqMap:
+        return DenseOptEqMap(self.operator(), self.activation, self.alpha, self.mu, self.injection(x))
+
+
+def _half_norm(rows: int, columns: int) -> float:
+    """The standard deviation at which a Gaussian matrix has a norm of about 1/2."""
+    return 0.5 / (math.sqrt(rows) + math.sqrt(columns))
+
+
+@torch.no_grad()
+def _draw(cell: "OptEq | ConvOptEq", std: float) -> None:
+    """A Gaussian W, also where W is parametrised."""
+    setattr(cell, "W", nn.init.normal_(cell.W, std=std))  # noqa: B010 - a tensor may be assigned to a parametrised W
+
+
+def _uniform(fan_in: int, *parameters: Tensor) -> None:
+    """U and b as nn.Linear and nn.Conv2d draw them."""
+    for parameter in parameters:
+        nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+
+class _ImageCell(OptEqCell):
+    """A layer on images: x is [batch, in_channels, height, width] and z [batch, channels, height, width]."""
+
+    in_channels: int
+    channels: int
+    b: nn.Parameter
+
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        activation: str | Activation,
+        alpha: float,
+        mu: float,
+        constrained: bool,
+        margin: float,
+        padding: Padding,
+    ) -> None:
+        super().__init__(sizes, activation, alpha, mu, constrained, margin)
+        if padding not in ("zeros", "circular"):
+            raise ValueError(invalid(self, "padding", "'zeros' or 'circular'", padding))
+        self.in_channels, self.channels, self.hidden = sizes["in_channels"], sizes["channels"], sizes["hidden"]
+        self.kernel_size, self.padding = sizes["kernel_size"], padding
+
+    def initial(self, x: Tensor) -> Tensor:
+        self._check_image(x)
+        return torch.zeros(x.shape[0], self.channels, *x.shape[2:], dtype=self.promoted(x), device=x.device)
+
+    def injection(self, x: Tensor) -> Tensor:
+        self._check_image(x)
+        dtype = self.promoted(x)
+        return self._inject(x.to(dtype)) + self.b.to(dtype)[:, None, None]
+
+    @abstractmethod
+    def _inject(self, x: Tensor) -> Tensor:
+        """U x, cast to the dtype of x."""
+
+    def _check_image(self, x: Tensor) -> None:
+        if x.ndim != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
+            raise ValueError(invalid(self, "x", f"of shape [batch, {self.in_channels}, height, width]", list(x.shape)))
+
+
+class ConvOptEq(_ImageCell):
+    """z = (1 / mu) W' * sigma(W * z + U * x + b): convolutions of stride 1, W' the exact adjoint of W.
+
+    Parameters W [hidden, channels, k, k], U [hidden, in_channels, k, k], b [hidden]. `padding`: "zeros" or "circular".
+    With `constrained=True` the norm that is kept is a certified bound of the convolution's own, for images of every size.
+    Optimization induced equilibrium networks, Section 7.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        hidden: int,
+        kernel_size: int = 3,
+        *,
+        activation: str | Activation = "relu",
+        alpha: float = 1.0,
+        mu: float = 1.0,
+        constrained: bool = False,
+        margin: float = 1e-3,
+        padding: Padding = "zeros",
+    ) -> None:
+        sizes = {"in_channels": in_channels, "channels": channels, "hidden": hidden, "kernel_size": kernel_size}
+        super().__init__(sizes, activation, alpha, mu, constrained, margin, padding)
+        self.W = nn.Parameter(torch.empty(hidden, channels, kernel_size, kernel_size))
+        self.U = nn.Parameter(torch.empty(hidden, in_channels, kernel_size, kernel_size))
+        self.b = nn.Parameter(torch.empty(hidden))
+        self.reset_parameters()
+        if constrained:
+            parametrize.register_parametrization(self, "W", NormBall(self.norm_limit, _Kernel(padding)))
+
+    def reset_parameters(self) -> None:
+        """Draw W of norm about 1/2 as an operator, U and b as nn.Conv2d does."""
+        _draw(self, _half_norm(self.hidden, self.channels) / self.kernel_size)  # k^2 Gaussian matrices add up at each frequency
+        _uniform(self.in_channels * self.kernel_size**2, self.U, self.b)
+
+    def operator(self) -> Conv:
+        return Conv(self.W, self.padding)
+
+    def _inject(self, x: Tensor) -> Tensor:
+        return Conv(self.U.to(x.dtype), self.padding)(x)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """Builds the convolution of a kernel."""
+
+    padding: Padding
+
+    def __call__(self, W: Tensor) -> Conv:
+        return Conv(W, self.padding)
+
+
+class DepthwiseOptEq(_ImageCell):
+    """ConvOptEq with separable convolutions: W z = W2 (W1 * z), W1 one kernel a channel, W2 a matrix across channels; U alike.
+
+    Parameters W1 [channels, 1, k, k], W2 [hidden, channels, 1, 1], U1 [in_channels, 1, k, k], U2 [hidden, in_channels, 1, 1],
+    b [hidden]. `constrained=True` scales W2 as it is used. Optimization induced equilibrium networks, Section 7.4.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        hidden: int,
+        kernel_size: int = 3,
+        *,
+        activation: str | Activation = "relu",
+        alpha: float = 1.0,
+        mu: float = 1.0,
+        constrained: bool = False,
+        margin: float = 1e-3,
+        padding: Padding = "zeros",
+    ) -> None:
+        sizes = {"in_channels": in_channels, "channels": channels, "hidden": hidden, "kernel_size": kernel_size}
+        super().__init__(sizes, activation, alpha, mu, constrained, margin, padding)
+        self.W1 = nn.Parameter(torch.empty(channels, 1, kernel_size, kernel_size))
+        self.W2 = nn.Parameter(torch.empty(hidden, channels, 1, 1))
+        self.U1 = nn.Parameter(torch.empty(in_channels, 1, kernel_size, kernel_size))
+        self.U2 = nn.Parameter(torch.empty(hidden, in_channels, 1, 1))
+        self.b = nn.Parameter(torch.empty(hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw W of norm about 1/2 as an operator, U and b as nn.Conv2d does."""
+        nn.init.normal_(self.W1, std=1 / self.kernel_size)
+        nn.init.normal_(self.W2, std=_half_norm(self.hidden, self.channels))
+        with torch.no_grad():
+            self.W2.mul_(scale_to(self._unconstrained(), 0.5))
+        _uniform(self.kernel_size**2, self.U1)
+        _uniform(self.in_channels, self.U2, self.b)
+
+    def operator(self) -> Separable:
+        W = self._unconstrained()
+        return Separable(W.D, W.P * scale_to(W, self.norm_limit), W.padding) if self.constrained else W
+
+    def _unconstrained(self) -> Separable:
+        return Separable(self.W1, self.W2[:, :, 0, 0], self.padding)
+
+    def _inject(self, x: Tensor) -> Tensor:
+        return Separable(self.U1.to(x.dtype), self.U2[:, :, 0, 0].to(x.dtype), self.padding)(x)

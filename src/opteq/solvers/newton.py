@@ -7,8 +7,10 @@ from torch import Tensor
 
 from opteq.batch import per_sample_like
 from opteq.checks import check_integer, check_number
+from opteq.convex import DualForm
 from opteq.linear import LinearizedMap, linear_solver
 from opteq.solve import Map, ResidualState, Solver, State, Stop, first_value, residual_at, solve
+from opteq.solvers.dual import DualNewtonState, advance, begin
 
 
 @dataclass(frozen=True)
@@ -22,28 +24,40 @@ class NewtonState(ResidualState):
 class Newton(Solver):
     """z <- z + t d with (I - J) d = f(z) - z, J a (generalised) Jacobian of f at z: semismooth Newton, for ReLU maps too.
 
-    The linear equation is solved by CG when J is symmetric, else by GMRES, to the relative residual `forcing` in at most
-    `inner_steps` products. t is 1, halved at most `halvings` times until the residual falls; where it does not, a plain step
+    The linear equation is solved by CG when J is symmetric, else by GMRES, to the relative residual `forcing` (None: 1e-2) in at
+    most `inner_steps` products. t is 1, halved at most `halvings` times until the residual falls; where it does not, a plain step
     z <- f(z) is taken if that leaves the residual below the one at z0, else the sample stays. So no iterate is worse than z0.
+
+    A convex map with a dual (a dense OptEq) is solved in its dual form, with CG and t = 1: each sample takes plain steps while
+    these are fast, then Newton steps (`forcing` None: 0.1), and plain ones again where Newton's do not help.
     """
 
-    forcing: float = 1e-2
+    forcing: float | None = None
     inner_steps: int = 60
     halvings: int = 6
 
     def __post_init__(self) -> None:
-        check_number(self, "forcing", self.forcing, 0.0, 0.5, open_low=True)
+        if self.forcing is not None:
+            check_number(self, "forcing", self.forcing, 0.0, 0.5, open_low=True)
         check_integer(self, "inner_steps", self.inner_steps, 1)
         check_integer(self, "halvings", self.halvings, 0)
 
-    def init(self, fn: Map, z0: Tensor) -> NewtonState:
+    def prepare(self, fn: Map) -> Map:
+        return DualForm.of(fn)
+
+    def init(self, fn: Map, z0: Tensor) -> NewtonState | DualNewtonState:
+        if isinstance(fn, DualForm):
+            return begin(fn, z0)
         fields = residual_at(z0, first_value(fn, z0))
         return NewtonState(evals=1, start=fields["size"], **fields)
 
-    def step(self, fn: Map, state: State) -> NewtonState:
+    def step(self, fn: Map, state: State) -> NewtonState | DualNewtonState:
+        if isinstance(fn, DualForm):
+            assert isinstance(state, DualNewtonState)
+            return advance(fn, state, self.forcing or 0.1, self.inner_steps)
         assert isinstance(state, NewtonState)
         equation = LinearizedMap(fn, False, state.z, state.r)
-        inner = Stop(rtol=self.forcing, max_steps=min(self.inner_steps, 2 * state.z[0].numel()))
+        inner = Stop(rtol=self.forcing or 1e-2, max_steps=min(self.inner_steps, 2 * state.z[0].numel()))
         found = solve(equation, torch.zeros_like(state.z), linear_solver(fn), inner)
         state = replace(state, evals=state.evals + found.evals)
         return self._globalise(fn, state, found.z)

@@ -1,0 +1,67 @@
+"""Wide OptEq: layers side by side, the limit of a deep OptEq as its steps alpha shrink."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from opteq.cells.deep import _Layers
+from opteq.cells.optimization import DenseOptEqMap, OptEqMap
+from opteq.operators import Dense
+from opteq.solve import Jacobian, Map
+
+
+@dataclass(frozen=True)
+class WideMap(Map):
+    """z -> sum_l w_l f_l(z), f_l(z) = W_l' sigma(W_l z + u_l) / mu_l, the weights w_l of sum 1."""
+
+    closed: ClassVar[bool] = True
+    symmetric: ClassVar[bool] = True
+    layers: tuple[OptEqMap, ...]
+    weights: tuple[float | Tensor, ...]
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return _weighted(self.weights, [layer.plain(z) for layer in self.layers])
+
+    def linearize(self, z: Tensor) -> Jacobian:
+        """J = sum_l (w_l / mu_l) W_l' D_l W_l: symmetric."""
+        slopes = [layer.sigma.derivative(layer.hidden(z)) for layer in self.layers]
+
+        def product(v: Tensor) -> Tensor:
+            parts = [layer.lift(slope * layer.W(v)) for layer, slope in zip(self.layers, slopes, strict=True)]
+            return _weighted(self.weights, parts)
+
+        return Jacobian(jvp=product, vjp=product, symmetric=True)
+
+
+def _weighted(weights: tuple[float | Tensor, ...], parts: list[Tensor]) -> Tensor:
+    total = weights[0] * parts[0]
+    for weight, part in zip(weights[1:], parts[1:], strict=True):
+        total = total + weight * part
+    return total
+
+
+class WideOptEq(_Layers):
+    """sum_l alpha_l z = sum_l alpha_l W_l' sigma(W_l z + U_l x + b_l) / mu_l; for equal alpha, L z = sum_l W_l' sigma(...) / mu_l.
+
+    The equilibrium to which that of DeepOptEq(cells) tends as all alpha_l shrink together, with fixed ratios; alpha_l here is
+    only a weight. Optimization induced equilibrium networks, Theorem 3.
+    """
+
+    def bind(self, x: Tensor) -> Map:
+        layers = self.bound(x)
+        total = sum(layer.alpha for layer in layers)
+        weights = tuple(layer.alpha / total for layer in layers)
+        return _stacked(layers, weights) or WideMap(layers, weights)
+
+
+def _stacked(layers: tuple[OptEqMap, ...], weights: tuple[float | Tensor, ...]) -> DenseOptEqMap | None:
+    """One dense layer with the rows of all W_l, if all are dense, of one activation, and of one mu_l / w_l."""
+    dense = [layer.W.W for layer in layers if isinstance(layer.W, Dense)]
+    ratios = {layer.mu / weight for layer, weight in zip(layers, weights, strict=True) if not isinstance(weight, Tensor)}
+    alike = len({layer.sigma for layer in layers}) == 1 and len(ratios) == 1
+    if not alike or len(dense) < len(layers) or any(isinstance(weight, Tensor) for weight in weights):
+        return None
+    u = torch.cat([layer.u for layer in layers], dim=1)
+    return DenseOptEqMap(Dense(torch.cat(dense)), layers[0].sigma, 1.0, ratios.pop(), u)

@@ -1,0 +1,94 @@
+"""Newton's method on the dual of a convex map, where the Hessian is symmetric positive definite."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opteq.batch import norm
+from opteq.convex import DualForm, DualState
+
+_SLOW = 0.3  # a plain step that leaves more than this of the residual calls for Newton steps
+_PATIENCE = 6  # Newton steps without a new best residual before plain steps are taken again
+
+
+@dataclass(frozen=True)
+class DualNewtonState(DualState):
+    """a -> G sigma(a) + u is iterated; `gap` = G sigma(a) + u - a, and s = sigma(a + gap), one plain step further."""
+
+    a: Tensor
+    gap: Tensor
+    gap_size: Tensor  # |gap|
+    best: Tensor  # the smallest |gap| so far
+    slow: Tensor  # bool: take Newton steps
+    resume: Tensor  # Newton steps are allowed once |gap| is below
+    idle: Tensor  # Newton steps since `best` last fell
+
+
+def begin(fn: DualForm, z0: Tensor) -> DualNewtonState:
+    """The state at z0."""
+    a, s, Gs, size, scale, evals = fn.first(z0)
+    gap = Gs + fn.dual.u - a
+    gap_size, ones, no = norm(gap), torch.ones_like(size), torch.zeros_like(size, dtype=torch.bool)
+    s = fn.dual.sigma(a + gap)
+    idle = torch.zeros_like(size, dtype=torch.int32)
+    return DualNewtonState(z0, evals, s, size, scale, ones, False, a, gap, gap_size, gap_size, no, ones * torch.inf, idle)
+
+
+def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: int) -> DualNewtonState:
+    """One step: plain where the residual falls fast, Newton's elsewhere; what makes a sample much worse is undone."""
+    delta, products = state.gap, 0
+    if state.slow.any():
+        delta, products = _newton_step(fn, state, forcing, inner_steps)
+    a = state.a + delta
+    p = fn.dual.sigma(a)
+    Gp = p @ fn.dual.G
+    gap = Gp + fn.dual.u - a
+    gap_size = norm(gap)
+    fell = gap_size < state.best
+    refused = state.slow & ~(gap_size <= 2 * state.best)
+    s = fn.dual.sigma(a + gap)
+    size, scale = fn.size(s - p), fn.scale(p, Gp)
+    slow, resume, idle = _modes(state, gap_size, fell, refused)
+    if refused.any():
+        keep = refused[:, None]
+        a, gap, s = torch.where(keep, state.a, a), torch.where(keep, state.gap, gap), torch.where(keep, state.s, s)
+        gap_size = torch.where(refused, state.gap_size, gap_size)
+        size, scale = torch.where(refused, state.size, size), torch.where(refused, state.scale, scale)
+    best, evals = torch.where(fell, gap_size, state.best), state.evals + products + 1
+    return DualNewtonState(state.z, evals, s, size, scale, state.trust, True, a, gap, gap_size, best, slow, resume, idle)
+
+
+def _modes(state: DualNewtonState, gap_size: Tensor, fell: Tensor, refused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Who takes Newton steps next: samples that were slow, unless these steps have ceased to help."""
+    idle = torch.where(state.slow & ~fell, state.idle + 1, 0)
+    tired = refused | (idle >= _PATIENCE)
+    resume = torch.where(tired, 0.5 * state.best, torch.where(gap_size <= state.resume, torch.inf, state.resume))
+    slow = (state.slow | (gap_size > _SLOW * state.gap_size)) & ~tired & (resume == torch.inf)
+    return slow, resume, torch.where(tired, 0, idle)
+
+
+def _newton_step(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: int) -> tuple[Tensor, int]:
+    """delta with (I - G D) delta = gap, D = diag(sigma'(a)), and the products it took.
+
+    With D^1/2 delta = w: (I - D^1/2 G D^1/2) w = D^1/2 gap, which CG solves, and delta = gap + G D^1/2 w.
+    """
+    G, unit = fn.dual.G, torch.where(state.gap_size > 0, state.gap_size, torch.ones_like(state.gap_size))[:, None]
+    root = fn.dual.sigma.derivative(state.a).clamp_(min=0).sqrt_()
+    r = root * state.gap * (state.slow[:, None] / unit)  # near 1 in size: no scale overflows
+    p, found = r.clone(), torch.zeros_like(r)
+    rr = (r * r).sum(1)
+    live, products = state.slow & (rr > forcing**2), 0
+    while products < inner_steps and live.any():
+        q = root * p
+        Gq = q @ G
+        products += 1
+        curvature = (p * p).sum(1) - (q * Gq).sum(1)
+        live = live & (curvature > 0)
+        length = torch.where(live, rr / curvature, 0)[:, None]
+        found.addcmul_(length, Gq)
+        r.addcmul_(length, p, value=-1).addcmul_(length, Gq.mul_(root))
+        before, rr = rr, (r * r).sum(1)
+        p.mul_(torch.where(live, rr / before, 0)[:, None]).add_(r)
+        live = live & (rr > forcing**2)
+    return state.gap + found.mul_(unit), products

@@ -1,0 +1,1 @@
+"""The problem that an equilibrium solves, and what follows from it."""
