@@ -264,6 +264,13 @@ def test_hsic_with_wide_kernels_loses_no_digits() -> None:
     torch.testing.assert_close(HSIC(bandwidth=1e4).value(z) * 1e16, covariances, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(8, 3), (8, 3, 4)], ids=str)
+def test_hsic_ignores_the_level_of_a_feature(shape: tuple[int, ...]) -> None:
+    z = states(*shape).float() + 1000  # in float32 the distances would drown in |z|^2
+    for r in (HSIC(), HSIC(bandwidth=1.0)):
+        torch.testing.assert_close(r.value(z).double(), r.value(z.double() - 1000), rtol=1e-4, atol=0)
+
+
 def test_hsic_sees_dependence_without_correlation() -> None:
     first = states(100)
     first = torch.cat([first, -first])

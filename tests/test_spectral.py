@@ -8,13 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_operators import PADDINGS, columns, conv_matrix, randn
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from opteq import spectral
 from opteq.operators import Conv, Dense, Operator, Padding, Separable
 from opteq.spectral import Norm, NormBall, operator_norm, scale_to
+from test_operators import PADDINGS, columns, conv_matrix, randn
+
+# Forward mode makes PyTorch import code that still calls torch.jit.script.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 KERNELS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (2, 5), (3, 1)]
 
@@ -83,7 +86,7 @@ def test_special_kernels(W: Tensor, size: tuple[int, int]) -> None:
     seed=st.integers(0, 10**6),
     integers=st.booleans(),
 )
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_bounds_are_never_below_the_norm(
     kernel: tuple[int, int], size: tuple[int, int], channels: tuple[int, int], seed: int, integers: bool
 ) -> None:
@@ -106,7 +109,7 @@ def test_the_bound_with_zeros_is_tight_for_large_images(kernel: tuple[int, int])
             norm = operator_norm(Conv(W), size)
             assert norm.evidence == "bound"
             ratios.append(float(norm) / float(operator_norm(Conv(W), size, method="lanczos")))
-        assert all(1 <= ratio + 1e-9 for ratio in ratios)
+        assert all(ratio + 1e-9 >= 1 for ratio in ratios)
         assert ratios[0] < 2
         assert ratios[-1] < min(1.1, ratios[0])
 
@@ -129,7 +132,7 @@ def test_the_bound_for_every_size(kernel: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
 @given(seed=st.integers(0, 10**6), shift=st.tuples(st.floats(0, 1), st.floats(0, 1)))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_the_bound_between_the_points_of_its_grid(length: int, seed: int, shift: tuple[float, float]) -> None:
     """The largest |K(w)| may be anywhere: here it is, for a kernel of modulus one per tap, at `shift` of a grid step."""
     torch.manual_seed(seed)
@@ -202,21 +205,19 @@ class Diagonal(Operator):
 
 def test_lanczos_is_a_lower_bound() -> None:
     torch.manual_seed(0)
-    shape = (3, 5, 4)
-    cases: list[tuple[Operator, Any, Tensor]] = [
-        (Dense(randn(6, 4)), None, torch.empty(0)),
-        (Diagonal(randn(7)), (7,), torch.empty(0)),
+    image = (3, 5, 4)
+    cases: list[tuple[Operator, tuple[int, ...] | None, tuple[int, ...]]] = [
+        (Dense(randn(6, 4)), None, (4,)),
+        (Diagonal(randn(7)), (7,), (7,)),
+        (Conv(randn(6, 1, 2, 2), groups=3), (5, 4), image),
     ]
-    cases = [(cases[0][0], None, columns(cases[0][0], (4,))), (cases[1][0], (7,), columns(cases[1][0], (7,)))]
     for padding in PADDINGS:
         for W in (Conv(randn(2, 3, 3, 4), padding), Separable(randn(3, 1, 3, 3), randn(4, 3), padding)):
-            cases.append((W, shape[1:], columns(W, shape)))
-    cases.append((Conv(randn(4, 1, 2, 2), groups=3).__class__(randn(6, 1, 2, 2), groups=3), (5, 4), torch.empty(0)))
-    cases[-1] = (cases[-1][0], (5, 4), columns(cases[-1][0], shape))
-    for W, size, matrix in cases:
+            cases.append((W, (5, 4), image))
+    for W, size, shape in cases:
         norm = operator_norm(W, size, method="lanczos")
         assert (norm.evidence, norm.method) == ("estimate", "lanczos")
-        true = svd(matrix)
+        true = svd(columns(W, shape))
         assert true * (1 - 1e-6) <= float(norm) <= true * (1 + 1e-12)
         assert not norm.value.requires_grad
 
@@ -373,13 +374,14 @@ def norms(operator: Operator) -> list[float]:
 @pytest.mark.parametrize(("build", "shape"), BALLS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_the_ball_holds(build: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tightness = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.1}
     for seed, size, limit in ((0, 1.0, 0.9), (1, 30.0, 1.0), (2, 100.0, 3.3)):
         torch.manual_seed(seed)
         W = (size * torch.randn(shape)).to(dtype)
         scaled = NormBall(limit, build)(W)
         assert scaled.dtype == dtype
         assert max(norms(build(scaled))) <= limit
-        assert float(operator_norm(build(scaled))) >= limit * (1 - 1e-13 - 16 * torch.finfo(dtype).eps)
+        assert float(operator_norm(build(scaled))) >= limit * (1 - tightness[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -416,8 +418,8 @@ def test_the_derivatives_of_the_ball(build: Any, shape: tuple[int, ...]) -> None
     norm = float(operator_norm(build(W)))
     for limit in (0.5 * norm, 1.5 * norm):
         ball = NormBall(limit, build)
-        assert torch.autograd.gradcheck(ball, W.clone().requires_grad_())
-        assert torch.autograd.gradgradcheck(ball, W.clone().requires_grad_())
+        assert torch.autograd.gradcheck(ball, W.clone().requires_grad_(), fast_mode=True)
+        assert torch.autograd.gradgradcheck(ball, W.clone().requires_grad_(), fast_mode=True)
 
 
 def test_separable_weights_share_one_factor() -> None:
@@ -429,8 +431,7 @@ def test_separable_weights_share_one_factor() -> None:
     D, P = randn(3, 1, 3, 3).requires_grad_(), randn(4, 3).requires_grad_()
     assert torch.autograd.gradcheck(lambda D, P: scale_to(Separable(D, P), 0.5), (D, P))
     factor = scale_to(Separable(D, P), 1e3)
-    assert float(factor) == 1
-    assert factor.shape == ()
+    assert torch.equal(factor, torch.ones((), dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("build", "shape"), [BALLS[0], BALLS[2], BALLS[5]])
@@ -491,9 +492,9 @@ def test_training_stays_in_the_ball() -> None:
     layer, z = Layer(), torch.randn(4, 2, 6, 6)
     with torch.no_grad():
         layer.parametrizations.W.original.mul_(0.01)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=3e-4)
     seen = []
-    for _ in range(30):
+    for _ in range(60):
         optimizer.zero_grad()
         (-layer(z).square().sum()).backward()
         optimizer.step()

@@ -221,8 +221,8 @@ def _everywhere(height: int, width: int) -> _Grid:
 def _slack(stored: torch.dtype, computed: torch.dtype, rank: int, taps: int) -> float:
     """1 + the relative error of a norm, of a factor made of it and of a weight times the factor.
 
-    Rounding the entries moves them by half an eps of theirs at most, so the norm by sqrt(taps) |K| eps / 2 in the Frobenius
-    norm, which is at most sqrt(rank) ||K||. The error of the singular values and of `_peak` is some sqrt(rank) eps.
+    Rounding moves each entry by half an eps of itself at most, and so the norm by sqrt(taps) |K| eps / 2, where the Frobenius
+    norm |K| <= sqrt(rank) ||K|| (Parseval). The error of singular values and of `_peak` is some sqrt(rank) eps.
     """
     entries = torch.finfo(stored).eps * (1 + math.sqrt(rank * taps) / 2)
     return 1 + entries + 8 * math.sqrt(rank) * torch.finfo(computed).eps
@@ -300,7 +300,7 @@ def _gram(correlation: Tensor, places: Tensor, rows: int, columns: int) -> Tenso
     _, row, column = _places(places, rows, columns)
     angles = _angles(row, column, (height, width), rows, columns, (height // 2, width // 2)).to(correlation)
     taps = correlation.reshape(height * width, -1)
-    return torch.complex(angles.cos() @ taps, angles.sin() @ taps).unflatten(1, (channels, channels))
+    return torch.complex(angles.cos() @ taps, angles.sin() @ taps).view(-1, channels, channels)
 
 
 def _search(gram: Tensor, best: float) -> tuple[int | None, float]:
@@ -338,5 +338,6 @@ def _power(gram: Tensor, steps: int = 3) -> Tensor:
     for _ in range(steps - 1):
         y = gram @ x
         x = y / y.abs().amax(-2, keepdim=True).clamp(min=torch.finfo(gram.dtype).tiny)
-    size: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1)).clamp(min=torch.finfo(gram.dtype).tiny)
-    return torch.linalg.vector_norm(gram @ x, dim=(-2, -1)) / size
+    before: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
+    after: Tensor = torch.linalg.vector_norm(gram @ x, dim=(-2, -1))
+    return after / before.clamp(min=torch.finfo(gram.dtype).tiny)

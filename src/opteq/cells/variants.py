@@ -80,8 +80,16 @@ class MultivariateMap(Map):
     mu: float
     u: Tensor = per_sample()
 
+    def hidden(self, z: Tensor) -> Tensor:
+        """W z + u."""
+        return self.W(z) + self.u
+
+    def plain(self, z: Tensor) -> Tensor:
+        """f(z) = W' S (W z + u) / mu: the layer without its skip connection."""
+        return self.W.adjoint(linear(self.hidden(z), self.S)) / self.mu
+
     def __call__(self, z: Tensor) -> Tensor:
-        return blend(self.alpha, self.W.adjoint(linear(self.W(z) + self.u, self.S)) / self.mu, z)
+        return blend(self.alpha, self.plain(z), z)
 
     def linearize(self, z: Tensor) -> Jacobian:
         """J = (alpha / mu) W' S W + (1 - alpha) I: symmetric."""

@@ -1,0 +1,140 @@
+"""The convex function that an OptEq layer minimises, and the problem that a whole equilibrium solves.
+
+One layer is f(y) = grad psi(y) = prox_phi(y) with psi(y) = (1 / mu) 1'sigma~(W y + u) and phi = psi* - |.|^2 / 2. psi* is finite
+only near the range of f, so phi is evaluated at points given by their pre-image: at v = f(y), Fenchel's equality says
+psi*(v) = <y, v> - psi(y), and y - v is a subgradient of phi.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from opteq.batch import flat, norm
+from opteq.cells.deep import DeepMap, DeepOptEq, StackedOptEq
+from opteq.cells.optimization import OptEqMap
+from opteq.cells.variants import AffineMap, MultivariateMap
+from opteq.cells.wide import WideMap
+from opteq.checks import invalid
+from opteq.equilibrium import Cell
+from opteq.solve import Map
+
+__all__ = ["Term", "dot", "envelope", "inclusion_residual", "objective", "term"]
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> for each sample."""
+    return flat(a * b).sum(1)
+
+
+@dataclass(frozen=True)
+class Term:
+    """phi of one layer, as the layer's f = grad psi and psi; alpha is that of the skip connection."""
+
+    f: Callable[[Tensor], Tensor]
+    psi: Callable[[Tensor], Tensor]
+    alpha: float | Tensor
+
+    def phi(self, y: Tensor) -> Tensor:
+        """phi(v) at v = f(y): <y, v> - psi(y) - |v|^2 / 2."""
+        v = self.f(y)
+        return dot(y, v) - self.psi(y) - dot(v, v) / 2
+
+    def point(self, y: Tensor) -> Tensor:
+        """v = alpha f(y) + (1 - alpha) y."""
+        return self.alpha * self.f(y) + (1 - self.alpha) * y
+
+    def subgradient(self, y: Tensor) -> Tensor:
+        """y - v, a subgradient of alpha M_phi^{1-alpha} at v = point(y)."""
+        return y - self.point(y)
+
+    def envelope(self, y: Tensor) -> Tensor:
+        """alpha M_phi^{1-alpha}(v) at v = point(y): the minimum over w of phi(w) + |w - v|^2 / (2 (1 - alpha)) is at w = f(y)."""
+        gap = y - self.f(y)
+        return self.alpha * (self.phi(y) + (1 - self.alpha) / 2 * dot(gap, gap))
+
+
+@dataclass(frozen=True)
+class _AffineTerm(Term):
+    """phi(A z + t), at points whose pre-image is given in the coordinates of z."""
+
+    map: AffineMap
+
+    def phi(self, y: Tensor) -> Tensor:
+        return super().phi(self.inward(y))
+
+    def envelope(self, y: Tensor) -> Tensor:
+        return super().envelope(self.inward(y))
+
+    def point(self, y: Tensor) -> Tensor:
+        return linear(super().point(self.inward(y)) - self.map.t, self.map.inverse)
+
+    def subgradient(self, y: Tensor) -> Tensor:
+        """A' times the subgradient of phi at A v + t."""
+        inner = self.inward(y)
+        return (inner - super().point(inner)) @ self.map.A
+
+    def inward(self, y: Tensor) -> Tensor:
+        """A y + t."""
+        return linear(y, self.map.A, self.map.t)
+
+
+def term(owner: str, fn: Map) -> Term:
+    """The phi of a map that is one layer: OptEq, dense or not, wide, affine or with a multivariate activation."""
+    if isinstance(fn, DeepMap) and len(fn.layers) == 1:
+        return term(owner, fn.layers[0])
+    if isinstance(fn, OptEqMap):
+        return Term(fn.plain, lambda y: _psi(fn, y), fn.alpha)
+    if isinstance(fn, WideMap):
+        return Term(fn, lambda y: sum_of(w * _psi(layer, y) for w, layer in zip(fn.weights, fn.layers, strict=True)), 1.0)
+    if isinstance(fn, MultivariateMap):
+        return Term(fn.plain, lambda y: dot(fn.hidden(y), linear(fn.hidden(y), fn.S)) / (2 * fn.mu), fn.alpha)
+    if isinstance(fn, AffineMap):
+        inner = term(owner, fn.base)
+        return _AffineTerm(inner.f, inner.psi, inner.alpha, fn)
+    expected = "one OptEq layer without a regulariser, or a wide OptEq (see recover_problem for deep and regularised ones)"
+    raise TypeError(invalid(owner, "cell", expected, type(fn).__name__))
+
+
+def _psi(layer: OptEqMap, y: Tensor) -> Tensor:
+    """psi(y) = (1 / mu) 1'sigma~(W y + u)."""
+    return flat(layer.sigma.integral(layer.hidden(y))).sum(1) / layer.mu
+
+
+def sum_of(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
+    first, *rest = parts
+    for part in rest:
+        first = first + part
+    return first
+
+
+def objective(cell: Cell, x: Tensor, y: Tensor) -> Tensor:
+    """phi_x(v) at v = f(y), exact: <y, v> - psi(y) - |v|^2 / 2.
+
+    f is the layer without its skip connection. At an equilibrium z = f(z), which minimises phi, objective(cell, x, z) is the
+    minimum. Optimization induced equilibrium networks, Theorem 1.
+    """
+    return term("objective", cell.bind(x)).phi(y)
+
+
+def envelope(cell: Cell, x: Tensor, y: Tensor) -> Tensor:
+    """alpha M_phi^{1-alpha}(v) at v = alpha f(y) + (1 - alpha) y, exact: what a layer with a skip connection minimises.
+
+    M_phi^t(v) = min_w phi(w) + |w - v|^2 / (2 t). Optimization induced equilibrium networks, Table 1 and Theorem 2.
+    """
+    return term("envelope", cell.bind(x)).envelope(y)
+
+
+def inclusion_residual(deep: DeepOptEq | StackedOptEq, x: Tensor, z: Tensor) -> Tensor:
+    """|v + (I - P) z~| for the v in dPhi at z~ = (z_1, ..., z_{L-1}, z_0), z_0 = z and z_l = f_l(z_{l-1}).
+
+    By construction grad Phi_l(z_l) = z_{l-1} - z_l for l < L, and z_{L-1} - f_L(z_{L-1}) is a subgradient of Phi_L at
+    f_L(z_{L-1}): so what is left is the distance |f_L(z_{L-1}) - z_0|, which is 0 at equilibria and only there. A regulariser is
+    one more block (prox) or a term in the first (gradient). For a StackedOptEq, z is z~ itself.
+    Optimization induced equilibrium networks, Theorem 2.
+    """
+    if not isinstance(deep, (DeepOptEq, StackedOptEq)):
+        raise TypeError(invalid("inclusion_residual", "deep", "a DeepOptEq or a StackedOptEq", type(deep).__name__))
+    return norm(deep.bind(x)(z) - z)
