@@ -295,6 +295,15 @@ def test_a_sharp_and_a_shifted_activation_of_ones_own() -> None:
     assert torch.all(shifted.conjugate(doubles(-1.6, 1.6)) == math.inf)
 
 
+def test_derived_conjugate_is_exactly_zero_where_its_minimum_is() -> None:
+    for sigma in CONVEX:
+        zero = doubles(0.0)
+        own = from_function_only(sigma)
+        assert own.integral(zero).item() == 0
+        if sigma(zero).item() == 0:
+            assert own.conjugate(zero).item() == 0
+
+
 def test_a_given_part_is_used_as_it_is() -> None:
     width = 0.4
     known = soft_threshold(width)

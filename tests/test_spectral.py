@@ -86,7 +86,7 @@ def test_special_kernels(W: Tensor, size: tuple[int, int]) -> None:
     seed=st.integers(0, 10**6),
     integers=st.booleans(),
 )
-@settings(max_examples=80)
+@settings(max_examples=60)
 def test_bounds_are_never_below_the_norm(
     kernel: tuple[int, int], size: tuple[int, int], channels: tuple[int, int], seed: int, integers: bool
 ) -> None:
@@ -281,10 +281,10 @@ def test_the_norm_is_differentiable(padding: Padding, size: tuple[int, int] | No
     torch.manual_seed(0)
     W = randn(4, 2, 3, 2).requires_grad_()
     D, P = randn(3, 1, 3, 3).requires_grad_(), randn(2, 3).requires_grad_()
-    assert torch.autograd.gradcheck(lambda W: operator_norm(Conv(W, padding), size).value, W)
-    assert torch.autograd.gradcheck(lambda W: operator_norm(Conv(W, padding, groups=2), size).value, W)
-    assert torch.autograd.gradcheck(lambda D, P: operator_norm(Separable(D, P, padding), size).value, (D, P))
-    assert torch.autograd.gradcheck(lambda P: operator_norm(Dense(P)).value, P)
+    assert torch.autograd.gradcheck(lambda W: operator_norm(Conv(W, padding), size).value, W, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda W: operator_norm(Conv(W, padding, groups=2), size).value, W, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda D, P: operator_norm(Separable(D, P, padding), size).value, (D, P), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda P: operator_norm(Dense(P)).value, P, fast_mode=True)
 
 
 # Errors and texts

@@ -25,7 +25,7 @@ class Activation:
     rounding belongs to the domain of the derived conjugate; where sigma nears it slowly, like atan, the value there means nothing.
 
     At a kink the derivative is a generalised one. `strong` is the infimum of sigma'. An activation that is not `monotone` has
-    |sigma'| <= lipschitz, strong = 0, and no derived conjugate; it makes a cell like any other, but the theory is silent on it.
+    |sigma'| <= lipschitz, strong = 0, and no derived conjugate; the theory is silent on it.
     """
 
     name: str
@@ -357,6 +357,6 @@ def _not_monotone(title: str, name: str) -> str:
     names = ", ".join(repr(a.name) for a in _TABLE.values() if a.monotone)
     return (
         f"{title} needs an activation that is monotone (Assumption 1): {name!r} is not, so its layer is the gradient of no convex "
-        f"function. (a) Take one of {names}, or an Activation of your own that is monotone; or (b) keep {name!r} and do without "
-        f"{title}: the layer can still be solved and trained, but without what the theory promises."
+        f"function. (a) Take one of {names}, or an Activation of your own that is monotone; or (b) use {name!r} in a FunctionCell, "
+        "which is solved and trained as well, but without what the theory promises."
     )

@@ -207,8 +207,9 @@ class HSIC(Regularizer):
     of the batch of B. sigma_i is `bandwidth`, or the median of the distances between pairs of samples (the lower one where there
     are two; 1 where it is 0, as for a feature that is mostly 0); the gradient goes through the median too.
 
-    The exact form takes O(features B^2) memory. `features=D` replaces K_i by Phi_i Phi_i', with D random Fourier features
-    sqrt(2/D) cos(w z + p) of its own for each i: an unbiased estimate, the same at every call, with an error like 1 / sqrt(D).
+    The exact form takes O(features B^2) memory, and so does the median. `features=D` replaces K_i by Phi_i Phi_i', with D random
+    Fourier features sqrt(2/D) cos(w z + p) of its own for each i: an unbiased estimate for a given bandwidth, the same at every
+    call, with an error like 1 / sqrt(D).
     """
 
     formula: ClassVar[str] = "sum_{i < j} tr(K_i H K_j H) / (B-1)^2 over pairs of features"

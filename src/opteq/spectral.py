@@ -230,7 +230,7 @@ def _slack(stored: torch.dtype, computed: torch.dtype, rank: int, taps: int) -> 
 
 def _at_peak(kernel: Tensor, grid: _Grid, floor: float = 0.0) -> Tensor:
     """K(w) of the group and the frequency of the grid where |K(w)| is largest, or any when all of them are below `floor`."""
-    peak = _peak(kernel.detach(), grid.rows, grid.columns, floor)
+    peak = torch.ops.opteq.peak(kernel.detach(), grid.rows, grid.columns, floor)
     group, row, column = _places(peak[None], grid.rows, grid.columns)
     block = kernel.index_select(0, group).flatten(-2)[0]  # [hidden, channels, taps]
     angles = _angles(row, column, kernel.shape[-2:], grid.rows, grid.columns).to(kernel)[0]
@@ -255,7 +255,6 @@ def _angles(row: Tensor, column: Tensor, size: Sequence[int], rows: int, columns
     return 2 * math.pi * (vertical[:, :, None] + horizontal[:, None, :]).flatten(1)
 
 
-@torch.library.custom_op("opteq::peak", mutates_args=())  # opaque to torch.func and torch.compile: it looks at values
 def _peak(kernel: Tensor, rows: int, columns: int, floor: float) -> Tensor:
     """argmax |K(w)| over groups and frequencies, up to rounding; any place when all are below `floor`."""
     scale = float(kernel.abs().max())
@@ -275,16 +274,21 @@ def _peak(kernel: Tensor, rows: int, columns: int, floor: float) -> Tensor:
     return torch.tensor(peak, device=kernel.device)
 
 
-@_peak.register_fake
-def _(kernel: Tensor, rows: int, columns: int, floor: float) -> Tensor:
+def _peak_shape(kernel: Tensor, rows: int, columns: int, floor: float) -> Tensor:
     return kernel.new_empty((), dtype=torch.int64)
 
 
 def _peak_of_each(info: Any, in_dims: Any, kernel: Tensor, rows: int, columns: int, floor: float) -> tuple[Tensor, int]:
-    return torch.stack([_peak(each, rows, columns, floor) for each in kernel.unbind(in_dims[0])]), 0
+    return torch.stack([torch.ops.opteq.peak(each, rows, columns, floor) for each in kernel.unbind(in_dims[0])]), 0
 
 
-_peak.register_vmap(_peak_of_each)
+# An operator of its own is opaque to torch.func and torch.compile, so that it may look at values under their transforms.
+# (torch.library.custom_op would do the same and import torch._dynamo at the first call, which takes seconds.)
+_LIBRARY = torch.library.Library("opteq", "FRAGMENT")
+_LIBRARY.define("peak(Tensor kernel, int rows, int columns, float floor) -> Tensor")
+_LIBRARY.impl("peak", _peak, "CompositeExplicitAutograd")
+torch.library.register_fake("opteq::peak", _peak_shape, lib=_LIBRARY)
+torch.library.register_vmap("opteq::peak", _peak_of_each, lib=_LIBRARY)
 
 
 def _correlation(block: Tensor) -> Tensor:

@@ -59,24 +59,23 @@ class Term:
 class _AffineTerm(Term):
     """phi(A z + t), at points whose pre-image is given in the coordinates of z."""
 
+    inner: Term
     map: AffineMap
 
     def phi(self, y: Tensor) -> Tensor:
-        return super().phi(self.inward(y))
+        return self.inner.phi(self._inward(y))
 
     def envelope(self, y: Tensor) -> Tensor:
-        return super().envelope(self.inward(y))
+        return self.inner.envelope(self._inward(y))
 
     def point(self, y: Tensor) -> Tensor:
-        return linear(super().point(self.inward(y)) - self.map.t, self.map.inverse)
+        return linear(self.inner.point(self._inward(y)) - self.map.t, self.map.inverse)
 
     def subgradient(self, y: Tensor) -> Tensor:
-        """A' times the subgradient of phi at A v + t."""
-        inner = self.inward(y)
-        return (inner - super().point(inner)) @ self.map.A
+        """A' times the subgradient at A v + t."""
+        return self.inner.subgradient(self._inward(y)) @ self.map.A
 
-    def inward(self, y: Tensor) -> Tensor:
-        """A y + t."""
+    def _inward(self, y: Tensor) -> Tensor:
         return linear(y, self.map.A, self.map.t)
 
 
@@ -92,7 +91,7 @@ def term(owner: str, fn: Map) -> Term:
         return Term(fn.plain, lambda y: dot(fn.hidden(y), linear(fn.hidden(y), fn.S)) / (2 * fn.mu), fn.alpha)
     if isinstance(fn, AffineMap):
         inner = term(owner, fn.base)
-        return _AffineTerm(inner.f, inner.psi, inner.alpha, fn)
+        return _AffineTerm(inner.f, inner.psi, inner.alpha, inner, fn)
     expected = "one OptEq layer without a regulariser, or a wide OptEq (see recover_problem for deep and regularised ones)"
     raise TypeError(invalid(owner, "cell", expected, type(fn).__name__))
 
