@@ -313,7 +313,7 @@ def test_the_inclusion_by_gradients_of_envelopes_that_were_computed_by_scipy():
     path = DeepOptEq(cells).bind(x).path(solved(DeepOptEq(cells), x))
     for cell, before, at in zip(cells, path[:-1], path[1:], strict=True):
 
-        def moreau(v: np.ndarray, cell: OptEq = cell) -> float:
+        def moreau(v: np.ndarray, cell: OptEq = cell, before: Tensor = before) -> float:
             def inner(t: np.ndarray) -> tuple[float, np.ndarray]:
                 y = torch.tensor(t)[None].requires_grad_()
                 total = objective(cell, x, y) + ((cell.bind(x).plain(y) - torch.tensor(v)) ** 2).sum() / (2 * (1 - alpha))
@@ -411,7 +411,7 @@ def _steps():
 def test_what_has_no_objective_is_refused_with_the_reason():
     x, z = inputs(), torch.zeros(3, 6)
     for function in (objective, envelope):
-        with pytest.raises(TypeError, match="'cell' parameter of .* must be one OptEq layer"):
+        with pytest.raises(TypeError, match=r"'cell' parameter of .* must be one OptEq layer"):
             function(DeepOptEq([layer(), layer()]), x, z)
         with pytest.raises(TypeError, match="one OptEq layer"):
             function(FunctionCell(lambda z, x: 0 * z, (6,)), x, z)
