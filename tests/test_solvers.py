@@ -24,7 +24,7 @@ from conformance import (
 from opteq import Solver, Status, Stop, solve
 from opteq.linear import CG, GMRES, linear_solver
 from opteq.solve import CallableMap
-from opteq.solvers import Anderson, Broyden, Newton, Picard
+from opteq.solvers import Accelerated, Anderson, Broyden, Newton, Picard
 from problems import SOLVABLE, Problem, zoo
 
 SOLVERS: dict[str, Solver] = {
@@ -33,6 +33,8 @@ SOLVERS: dict[str, Solver] = {
     "Anderson": Anderson(),
     "Anderson(memory=1)": Anderson(memory=1),
     "Anderson(memory=12)": Anderson(memory=12),
+    "Accelerated": Accelerated(),
+    "Accelerated(modulus=0.1)": Accelerated(modulus=0.1),
     "Broyden": Broyden(),
     "Broyden(memory=2)": Broyden(memory=2),
     "Newton": Newton(),

@@ -40,8 +40,8 @@ def from_feedforward(net: nn.Sequential) -> nn.Sequential:
     lets x in, and W_l W_{l-1}' = A_{l-1} for l > 2. So the equilibrium is found by one evaluation, and another confirms it.
     x is [batch, in_features]. The state has max(n_k + n_{k+1}) features, n_k the widths of the hidden layers.
 
-    The layers are not constrained: ||W_l|| > 1 for l > 2, unless A is 0, so these are no proximal operators, and nothing of the
-    theory of convex problems holds for them. W_1 = 0 stays 0 in training, since its gradient is 0. The new module owns its
+    The layers are not constrained: ||W_l|| > 1 for l > 2, unless A is 0, so in general these are no proximal operators, and the
+    theory of convex problems is silent on them. W_1 = 0 stays 0 in training, since its gradient is 0. The new module owns its
     parameters, of the dtype and on the device of the net's. Softplus differs by up to 2e-9 / beta beyond its threshold.
 
     Optimization induced equilibrium networks, Lemma 2. There the biases are columns of A, by a 1 that is appended to x; that needs

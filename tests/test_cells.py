@@ -1,0 +1,1263 @@
+"""The cells: what every one must satisfy, over a zoo of them, and the mathematics of each."""
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, jvp, vmap
+from torch.nn.utils import parametrize
+
+from cell_zoo import (
+    BATCH,
+    CHANNELS_IN,
+    FEATURES,
+    INPUTS,
+    MONOTONE,
+    SIZE,
+    ZOO,
+    Entry,
+    affine,
+    conv,
+    deep,
+    dense,
+    depthwise,
+    matrix_of,
+    multivariate,
+    norm_of,
+    random_matrix,
+    random_S,
+    scale_weights,
+)
+from conformance import check_honest, lengths, residual
+from opteq import Cell, Equilibrium, Map, Solver, Status, Stop, record, solve
+from opteq.cells import (
+    AffineOptEq,
+    ConvOptEq,
+    DeepOptEq,
+    DepthwiseOptEq,
+    FunctionCell,
+    MultivariateOptEq,
+    OptEq,
+    StackedOptEq,
+    WideOptEq,
+)
+from opteq.cells.optimization import DenseOptEqMap
+from opteq.cells.wide import WideMap
+from opteq.convex import ConvexMap
+from opteq.gradients import Implicit
+from opteq.linear import CG, GMRES
+from opteq.regularizers import HSIC, L1, L2, Decorrelation, Incay
+from opteq.solvers import Accelerated, Anderson, Newton, Picard
+from opteq.tree import Hole
+
+# Forward mode makes PyTorch import code that still calls torch.jit.script.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+TIGHT = Stop(rtol=1e-12, max_steps=2000)
+MATES = Stop(rtol=1e-10, max_steps=2000)  # at which a sample is the same alone and among others, to 1e-12
+EYE = torch.eye(FEATURES, dtype=torch.float64)
+
+UNCOUPLED = {name: entry for name, entry in ZOO.items() if not entry.coupled}
+
+
+def layer_of(cell: Cell, solver: Solver | None = None, stop: Stop = TIGHT, **options) -> Equilibrium:
+    return Equilibrium(cell, solver, stop, **{"on_failure": "raise", **options})
+
+
+def dense_jacobian(fn: Map, z: Tensor) -> Tensor:
+    """df/dz of the whole batch, as a matrix."""
+    return jacrev(fn.detach())(z.detach()).reshape(z.numel(), z.numel())
+
+
+def exact_equilibrium(fn: Map, z: Tensor) -> Tensor:
+    """z polished by dense Newton steps."""
+    fn = fn.detach()
+    for _ in range(2):
+        J = dense_jacobian(fn, z)
+        z = z + torch.linalg.solve(torch.eye(z.numel(), dtype=z.dtype) - J, (fn(z) - z).flatten()).reshape(z.shape)
+    return z
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """|a - b| / |b|, 0 where both vanish to rounding."""
+    size = float(torch.linalg.vector_norm(wanted))
+    error = float(torch.linalg.vector_norm(found - wanted))
+    return error / size if size > 1e-12 else error
+
+
+def assert_same(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    """Each sample within the tolerance, relative to its size; equal where that is 0."""
+    error, size = lengths(found - wanted), lengths(wanted)
+    worst = int((error - tolerance * size).argmax())
+    assert (error <= tolerance * size).all(), f"sample {worst}: |a - b| = {error[worst]:.2e}, |b| = {size[worst]:.2e}"
+
+
+def equilibrium_of(cell: Cell, x: Tensor, stop: Stop = TIGHT) -> Tensor:
+    with torch.no_grad():
+        return layer_of(cell, stop=stop)(x)
+
+
+def function_of(layer: nn.Module) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """layer(x) as a function of x and its parameters; and its parameters."""
+    names = [name for name, _ in layer.named_parameters()]
+
+    def function(x: Tensor, *values: Tensor) -> Tensor:
+        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    return function, [p.detach().clone() for p in layer.parameters()]
+
+
+class CellConformance:
+    """What every cell must satisfy: parametrised with entries of the zoo."""
+
+    # The state and the equilibrium
+
+    def test_the_state_begins_at_zeros_and_f_keeps_its_shape(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x()
+        z0 = cell.initial(x)
+        assert z0.shape == (BATCH, *entry.state_shape())
+        assert z0.dtype is torch.float64
+        assert not z0.any()
+        fn = cell.bind(x)
+        assert isinstance(fn, Map)
+        for z in (z0, random_matrix(*z0.shape, seed=2)):
+            fz = fn(z)
+            assert fz.shape == z.shape
+            assert fz.dtype is torch.float64
+        assert not torch.equal(fn(z0), z0)
+
+    def test_every_solver_finds_the_same_equilibrium(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x()
+        fn = cell.bind(x)
+        found = [layer_of(cell, solver, Stop(rtol=1e-11, max_steps=2000)).solve(x) for solver in (None, Anderson(), Picard())]
+        for solution in found:
+            assert solution.status is Status.CONVERGED
+            assert residual(fn, solution.z).max() <= 1e-10
+        exact = exact_equilibrium(fn, found[0].z.detach())
+        assert residual(fn, exact).max() <= 1e-13
+        for solution in found:
+            assert_same(solution.z, exact, 2e-9)
+
+    # The closed forms
+
+    def test_linearize_is_the_dense_jacobian(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x()
+        fn = cell.bind(x).detach()
+        z, v = random_matrix(BATCH, *entry.state_shape(), seed=2), random_matrix(BATCH, *entry.state_shape(), seed=3)
+        J, jacobian = dense_jacobian(fn, z), fn.linearize(z)
+        assert relative_error(jacobian.jvp(v).flatten(), J @ v.flatten()) <= 1e-12
+        assert relative_error(jacobian.vjp(v).flatten(), J.T @ v.flatten()) <= 1e-12
+        assert fn.closed
+        blocks = J.reshape(BATCH, z[0].numel(), BATCH, -1)
+        apart = max(float(blocks[i, :, j].abs().max()) for i in range(BATCH) for j in range(BATCH) if i != j)
+        assert (apart == 0) is fn.independent is not entry.coupled
+
+    def test_symmetric_is_declared_exactly_where_the_jacobian_is(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x()
+        fn = cell.bind(x).detach()
+        z = equilibrium_of(cell, x)
+        J = dense_jacobian(fn, z)
+        asymmetry = float(torch.linalg.matrix_norm(J - J.T) / torch.linalg.matrix_norm(J))
+        assert fn.symmetric is fn.linearize(z).symmetric is entry.symmetric
+        assert asymmetry <= 1e-12 if entry.symmetric else asymmetry > 1e-4
+        assert entry.symmetric or float((J - J.T).norm()) > 1e-3
+
+    def test_the_map_holds_all_of_its_tensors(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x()
+        fn, z = cell.bind(x), random_matrix(BATCH, *entry.state_shape(), seed=2)
+        leaves = fn.leaves()
+        hollow = fn.emptied()
+        assert all(isinstance(leaf.tensor, Hole) for leaf in hollow.leaves())
+        assert [leaf.per_sample for leaf in hollow.leaves()] == [leaf.per_sample for leaf in leaves]
+        assert any(leaf.per_sample for leaf in leaves)
+        again = hollow.filled([leaf.tensor.clone() for leaf in leaves])
+        assert torch.equal(again(z), fn(z))
+        assert fn(z).requires_grad
+        detached = fn.detach()
+        assert torch.equal(detached(z), fn(z))
+        assert not detached(z).requires_grad  # nothing but the leaves carries derivatives
+        assert not detached.linearize(z).jvp(z).requires_grad
+        assert not detached.linearize(z).vjp(z).requires_grad
+
+    # Derivatives
+
+    def test_gradients_are_those_of_the_implicit_function_theorem(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x().requires_grad_()
+        inputs = {"x": x, **dict(cell.named_parameters())}
+        z = layer_of(cell)(x)
+        g = random_matrix(*z.shape, seed=4)
+        found = torch.autograd.grad(z, list(inputs.values()), g, materialize_grads=True)
+        fn = cell.bind(x)
+        exact = exact_equilibrium(fn, z.detach())
+        J = dense_jacobian(fn, exact)
+        v = torch.linalg.solve(torch.eye(z.numel(), dtype=z.dtype) - J.T, g.flatten()).reshape(z.shape)
+        wanted = torch.autograd.grad(fn(exact), list(inputs.values()), v, materialize_grads=True)
+        errors = {name: relative_error(a, b) for name, a, b in zip(inputs, found, wanted, strict=True)}
+        worst = max(errors, key=errors.__getitem__)
+        print(f"gradient error {errors[worst]:.1e} in {worst} of {entry.name}")
+        assert errors[worst] < 1e-8
+        assert (wanted[0] != 0).any()
+
+    # A module like any other
+
+    def test_state_dict_and_deepcopy(self, entry: Entry) -> None:
+        cell, other, x = entry.make(), entry.make(), entry.x()
+        wanted = equilibrium_of(cell, x)
+        twin = deepcopy(cell)
+        assert torch.equal(equilibrium_of(twin, x), wanted)
+        with torch.no_grad():
+            for p in (*other.parameters(), *twin.parameters()):
+                p.mul_(0.5).add_(0.01)
+        assert not torch.allclose(equilibrium_of(other, x), wanted, rtol=1e-3, atol=1e-3)
+        assert torch.equal(equilibrium_of(cell, x), wanted)  # the copy shares nothing
+        assert not other.load_state_dict(cell.state_dict()).missing_keys
+        assert torch.equal(equilibrium_of(other, x), wanted)
+
+    def test_single_precision(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x()
+        wanted = equilibrium_of(cell, x)
+        cell = cell.float()
+        layer = layer_of(cell, stop=Stop(rtol=1e-5, max_steps=500))
+        z = layer(x.float())
+        assert z.dtype is torch.float32
+        assert_same(z, wanted, 1e-3)
+        z.sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in cell.parameters())
+        assert cell.initial(x).dtype is torch.float64  # promoted
+        mixed = layer(x)
+        assert mixed.dtype is torch.float64
+        assert_same(mixed, wanted, 1e-3)
+
+    @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # said once a process; its own test below
+    def test_repr_and_modes(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x()
+        layer = layer_of(cell)
+        assert type(cell).__name__.removeprefix("Parametrized") in repr(cell)
+        assert "activation=" in repr(layer)
+        train, evaluated = layer.train()(x), layer.eval()(x)
+        assert torch.equal(train, evaluated)
+        with torch.inference_mode():
+            assert_same(layer(x), train, 1e-11)
+
+    def test_batches_of_one_and_none(self, entry: Entry) -> None:
+        cell = entry.make()
+        x = entry.x(1)
+        assert residual(cell.bind(x), equilibrium_of(cell, x)).max() <= 1e-11
+        x = entry.x(0).requires_grad_()
+        z = layer_of(cell)(x)
+        assert z.shape == (0, *entry.state_shape())
+        z.sum().backward()
+        assert x.grad.shape == x.shape
+        assert all(p.grad is None or not p.grad.any() for p in cell.parameters())
+
+    def test_it_works_in_sequential(self, entry: Entry) -> None:
+        torch.manual_seed(0)
+        cell = entry.make()
+        head = nn.Linear(math.prod(entry.state_shape()), 1).double()
+        model = nn.Sequential(layer_of(cell), nn.Flatten(), head)
+        x = entry.x()
+        wanted = head(equilibrium_of(cell, x).flatten(1))
+        out = model(x)
+        torch.testing.assert_close(out, wanted)
+        before = float(out.square().mean())
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        out.square().mean().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        assert float(model(x).square().mean()) < before
+
+    def test_inputs_of_another_shape_are_refused(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x()
+        layer = layer_of(cell)
+        for wrong in (x[:, :1], torch.cat([x, x], 1), x[0], x[None], x.flatten(1)[:, :, None], x.flatten()):
+            with pytest.raises(ValueError, match=r"The 'x' parameter of \w+ must be"):
+                layer(wrong)
+            with pytest.raises(ValueError, match=r"The 'x' parameter of \w+ must be"):
+                cell.bind(wrong)
+
+
+class IndependentCellConformance:
+    """What every cell that acts on each sample alone must satisfy."""
+
+    def test_select_is_the_map_of_these_samples(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x()
+        fn, z, rows = cell.bind(x), random_matrix(BATCH, *entry.state_shape(), seed=2), torch.tensor([2, 0])
+        some = fn.select(rows)(z[rows])
+        torch.testing.assert_close(some, cell.bind(x[rows])(z[rows]), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(some, fn(z)[rows], rtol=1e-13, atol=1e-13)
+
+    def test_a_sample_does_not_depend_on_its_batch_mates(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x(7)
+        among = equilibrium_of(cell, x, MATES)
+        for i in (0, 3, 6):
+            assert_same(among[i : i + 1], equilibrium_of(cell, x[i : i + 1], MATES), 1e-12)
+        other = x.clone()
+        other[1:] = 10 * entry.x(6, seed=8)
+        assert_same(among[:1], equilibrium_of(cell, other, MATES)[:1], 1e-12)
+
+    def test_nonfinite_samples_are_set_aside(self, entry: Entry) -> None:
+        cell, x = entry.make(), entry.x()
+        spoilt, rest = x.clone(), [1, 3]
+        spoilt[2].view(-1)[0] = math.nan
+        spoilt[0].view(-1)[-1] = math.inf
+        solution = layer_of(cell, stop=MATES, on_failure="ignore").solve(spoilt)
+        assert [s is Status.NONFINITE for s in solution.statuses] == [True, False, True, False]
+        assert solution.converged[rest].all()
+        assert solution.z.isfinite().all()
+        assert_same(solution.z[rest], equilibrium_of(cell, x, MATES)[rest], 1e-12)
+        found = torch.autograd.grad(solution.z.sum(), list(cell.parameters()), materialize_grads=True)
+        wanted = torch.autograd.grad(layer_of(cell, stop=MATES)(x[rest]).sum(), list(cell.parameters()), materialize_grads=True)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("entry", ZOO.values(), ids=list(ZOO))
+class TestCells(CellConformance):
+    pass
+
+
+@pytest.mark.parametrize("entry", UNCOUPLED.values(), ids=list(UNCOUPLED))
+class TestIndependentCells(IndependentCellConformance):
+    pass
+
+
+# Derivatives of representatives, in every mode
+
+SMOOTH = {name: entry for name, entry in ZOO.items() if entry.smooth}
+REPRESENTATIVES = [
+    "dense tanh alpha=0.4 mu=1 hidden>features",
+    "conv 2 zeros tanh",
+    "depthwise 3 zeros",
+    "constrained dense",
+    "constrained conv zeros",
+    "constrained depthwise",
+    "deep 2 learn_alpha",
+    "deep 1 Incay",
+    "stacked 2",
+    "wide dense, activations",
+    "wide learnt alphas",
+    "affine",
+    "affine orthogonal",
+    "multivariate",
+]
+COUPLED = [name for name, entry in ZOO.items() if entry.coupled]
+representatives = pytest.mark.parametrize("name", REPRESENTATIVES)
+
+
+@representatives
+def test_gradcheck_and_gradgradcheck(name):
+    entry = SMOOTH[name]
+    function, parameters = function_of(layer_of(entry.make(), stop=Stop(rtol=1e-13, max_steps=500)))
+    inputs = [t.requires_grad_() for t in (entry.x(2), *parameters)]
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", [*REPRESENTATIVES, *COUPLED])
+def test_forward_mode_is_the_transpose_of_reverse_mode(name):
+    entry = ZOO[name]
+    function, parameters = function_of(layer_of(entry.make()))
+    inputs = (entry.x(), *parameters)
+    tangents = tuple(random_matrix(*t.shape, seed=i) for i, t in enumerate(inputs))
+    z, tangent = jvp(function, inputs, tangents)
+    cotangent = random_matrix(*z.shape, seed=99)
+    pulled = torch.func.vjp(function, *inputs)[1](cotangent)
+    forward, backward = (cotangent * tangent).sum(), sum((t * p).sum() for t, p in zip(tangents, pulled, strict=True))
+    torch.testing.assert_close(forward, backward, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*REPRESENTATIVES, *COUPLED])
+def test_vmap_is_the_loop(name):
+    entry = ZOO[name]
+    layer, xs = layer_of(entry.make()), torch.stack([entry.x(3, seed=i) for i in range(2)])
+    torch.testing.assert_close(vmap(lambda x: layer(x))(xs), torch.stack([layer(x) for x in xs]), rtol=1e-9, atol=1e-10)
+    function, parameters = function_of(layer)
+    slopes = vmap(torch.func.grad(lambda x: function(x, *parameters).square().sum()))(xs)
+    loop = torch.stack([torch.func.grad(lambda x: function(x, *parameters).square().sum())(x) for x in xs])
+    torch.testing.assert_close(slopes, loop, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["dense tanh alpha=0.4 mu=1 hidden>features", "constrained conv zeros", "deep 2 learn_alpha", "affine"]
+)
+def test_an_ensemble_under_vmap_is_the_loop(name):
+    entry = ZOO[name]
+    function, parameters = function_of(layer_of(entry.make()))
+    others = [torch.stack([p, 0.9 * p]) for p in parameters]
+    x = entry.x(2)
+    found = vmap(function, in_dims=(None, *[0] * len(others)))(x, *others)
+    wanted = torch.stack([function(x, *(p[i] for p in others)) for i in range(2)])
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+
+
+# Regularisers that couple the batch
+
+
+def coupled_cells() -> tuple[OptEq, OptEq]:
+    return dense(0, activation="tanh", alpha=0.6), dense(1, hidden=3, activation="softplus", mu=2.0)
+
+
+both_couplings = pytest.mark.parametrize("regularizer", [Decorrelation(0.5), HSIC(bandwidth=1.0)], ids=["Decorrelation", "HSIC"])
+
+
+@both_couplings
+def test_a_coupled_sample_depends_on_its_batch_mates(regularizer):
+    cell, x = deep(*coupled_cells(), regularizer=regularizer), random_matrix(6, INPUTS, seed=1)
+    assert not cell.bind(x).independent
+    among, alone = equilibrium_of(cell, x)[:3], equilibrium_of(cell, x[:3])
+    assert (lengths(among - alone) > 1e-5 * lengths(alone)).all()
+    evaluated = cell.eval()
+    assert not evaluated.bind(x).independent  # evaluation="batch"
+    assert torch.equal(equilibrium_of(evaluated, x)[:3], among)
+
+
+@both_couplings
+def test_evaluation_none_is_the_unregularised_cell(regularizer):
+    cell, x = deep(*coupled_cells(), regularizer=regularizer, evaluation="none"), random_matrix(6, INPUTS, seed=1)
+    plain = deep(*coupled_cells())
+    trained = equilibrium_of(cell, x)
+    assert not torch.allclose(trained, equilibrium_of(plain, x), rtol=1e-5, atol=1e-6)
+    assert cell.eval().bind(x).independent
+    assert torch.equal(equilibrium_of(cell, x), equilibrium_of(plain, x))
+    assert torch.equal(equilibrium_of(cell.train(), x), trained)
+
+
+@both_couplings
+def test_evaluation_frozen_needs_statistics_and_then_treats_each_sample_alone(regularizer):
+    cell, x = deep(*coupled_cells(), regularizer=regularizer, evaluation="frozen"), random_matrix(6, INPUTS, seed=1)
+    trained = equilibrium_of(cell, x)
+    cell.eval()
+    with pytest.raises(RuntimeError, match=r"no statistics yet: call freeze\(z\)"):
+        layer_of(cell)(x)
+    kept = trained.clone()
+    cell.freeze(kept)
+    kept.zero_()  # what was frozen is a copy
+    assert torch.equal(cell.reference, trained)
+    fn = cell.bind(x)
+    assert fn.independent
+    frozen = equilibrium_of(cell, x)
+    assert residual(fn, frozen).max() <= 1e-11
+    assert not torch.allclose(frozen, equilibrium_of(deep(*coupled_cells()), x), rtol=1e-5, atol=1e-6)
+    for i in range(6):
+        assert_same(frozen[i : i + 1], equilibrium_of(cell, x[i : i + 1]), 1e-10)
+    assert torch.equal(equilibrium_of(cell.train(), x), trained)
+
+
+def test_frozen_decorrelation_has_the_equilibrium_of_the_batch_that_it_was_frozen_on():
+    """There its gradient is that of Decorrelation."""
+    cell, x = deep(*coupled_cells(), regularizer=Decorrelation(0.5), evaluation="frozen"), random_matrix(6, INPUTS, seed=1)
+    trained = equilibrium_of(cell, x)
+    cell.freeze(trained)
+    assert_same(equilibrium_of(cell.eval(), x), trained, 1e-10)
+
+
+@both_couplings
+def test_the_frozen_statistics_are_part_of_the_state_dict(regularizer):
+    def make() -> DeepOptEq:
+        return deep(*coupled_cells(), regularizer=regularizer, evaluation="frozen")
+
+    cell, x = make(), random_matrix(6, INPUTS, seed=1)
+    cell.freeze(equilibrium_of(cell, x))
+    other = make()
+    other.load_state_dict(cell.state_dict())
+    assert torch.equal(equilibrium_of(other.eval(), x), equilibrium_of(cell.eval(), x))
+    other.freeze(equilibrium_of(cell, x[:3]))  # of another batch size
+    other.load_state_dict(cell.state_dict())
+    assert torch.equal(equilibrium_of(other, x), equilibrium_of(cell, x))
+
+
+@pytest.mark.parametrize("gamma", [0.1, 0.15, 0.2])
+def test_the_backward_solve_of_a_coupled_batch_converges_where_plain_iteration_does(gamma):
+    """Its Jacobian joins the samples: a solver that treats each sample alone must not break down on that."""
+    torch.manual_seed(0)
+    cell = deep(dense(5, activation="tanh", hidden=8, factor=0.9), regularizer=Decorrelation(0.1), gamma=gamma)
+    x = random_matrix(16, INPUTS, seed=3)
+    z = layer_of(cell, Picard(), Stop(rtol=1e-12, max_steps=20000))(x)
+    J = dense_jacobian(cell.bind(x), z)
+    assert float(torch.linalg.eigvals(J).abs().max()) < 0.99
+    g = random_matrix(*z.shape, seed=4)
+    with record() as log:
+        found = torch.autograd.grad(z, cell.cells[0].W, g)[0]
+    v = torch.linalg.solve(torch.eye(z.numel(), dtype=z.dtype) - J.T, g.flatten()).reshape(z.shape)
+    wanted = torch.autograd.grad(cell.bind(x)(z.detach()), cell.cells[0].W, v)[0]
+    assert relative_error(found, wanted) < 1e-8
+    assert log[0].status is Status.CONVERGED
+
+
+# The backward solver
+
+
+def realistic(cell: OptEq, square: float) -> OptEq:
+    cell = cell.double()
+    with torch.no_grad():
+        cell.W.mul_(math.sqrt(square) / torch.linalg.matrix_norm(cell.W, 2))
+    return cell
+
+
+def wide_cell(make: Callable[..., OptEq]) -> WideOptEq:
+    return WideOptEq([make(activation="leaky_relu"), make(alpha=0.5)])
+
+
+@pytest.mark.parametrize("kind", ["relu", "tanh", "softplus", "identity", "alpha", "deep 1", "wide", "orthogonal", "multivariate"])
+def test_symmetric_cells_take_cg_backward_with_as_few_products_as_full_gmres(kind):
+    torch.manual_seed(0)
+    features, hidden = 60, 80
+
+    def make(**options) -> OptEq:
+        return realistic(OptEq(20, features, hidden, **options), 0.98)
+
+    if kind == "alpha":
+        cell = make(alpha=0.5)
+    elif kind == "deep 1":
+        cell = deep(make())
+    elif kind == "wide":
+        cell = wide_cell(make)
+    elif kind == "orthogonal":
+        cell = AffineOptEq(make(), orthogonal=True).double()
+        cell.A = torch.linalg.qr(random_matrix(features, features, seed=0))[0]
+    elif kind == "multivariate":
+        cell = realistic(MultivariateOptEq(20, features, hidden), 0.98)
+        cell.S = random_S(hidden, 0)
+    else:
+        cell = make(activation=kind)
+    x = random_matrix(8, 20, seed=1)
+    backward = Stop(rtol=1e-8, max_steps=1000)
+    products = {}
+    for linear in (None, CG(), GMRES(restart=200)):
+        z = layer_of(cell, stop=Stop(rtol=1e-10, max_steps=5000), gradient=Implicit(backward, linear))(x)
+        g = random_matrix(*z.shape, seed=2)
+        with record() as log:
+            torch.autograd.grad(z, list(cell.parameters()), g, allow_unused=True)
+        (solution,) = log
+        assert solution.status is Status.CONVERGED
+        products[type(linear).__name__] = solution.evals
+    print(f"products of {kind}: CG {products['NoneType']}, full GMRES {products['GMRES']}")
+    assert products["NoneType"] == products["CG"]
+    assert products["NoneType"] <= math.ceil(1.1 * products["GMRES"]) + 1
+
+
+def test_cells_that_are_not_symmetric_take_gmres():
+    cell, x = ZOO["stacked 2"].make(), random_matrix(4, INPUTS, seed=1)
+    counts = {}
+    for linear in (None, GMRES(), CG()):
+        z = layer_of(cell, gradient=Implicit(Stop(rtol=1e-10, max_steps=300), linear), on_failure="ignore")(x)
+        with record() as log:
+            z.sum().backward()
+        counts[type(linear).__name__] = log[0].evals
+        assert (log[0].status is Status.CONVERGED) is not isinstance(linear, CG)
+    assert counts["NoneType"] == counts["GMRES"] < counts["CG"]
+
+
+# The norm ball
+
+
+def assert_in_the_ball(cell: Cell) -> None:
+    """L ||W||^2 <= (1 - margin) mu, ||W|| by dense SVDs in double precision, for two sizes of images."""
+    twin = deepcopy(cell)
+    for size in (SIZE, (7, 7)):
+        operator = twin.operator().replace_leaves(lambda leaf: leaf.tensor.detach().double())
+        shape = (cell.features,) if isinstance(cell, OptEq) else (cell.channels, *size)
+        norm = float(torch.linalg.matrix_norm(matrix_of(operator, shape), 2))
+        assert cell.activation.lipschitz * norm**2 <= (1 - cell.margin) * cell.mu * (1 + 1e-12)
+
+
+CONSTRAINED: dict[str, Callable[..., Cell]] = {
+    "dense": lambda **o: OptEq(INPUTS, FEATURES, 6, activation="sigmoid", mu=2.0, **o),
+    "dense relu": lambda **o: OptEq(INPUTS, FEATURES, 3, **o),
+    **{
+        f"conv {k} {padding}": lambda k=k, padding=padding, **o: ConvOptEq(CHANNELS_IN, 3, 4, k, padding=padding, **o)
+        for k in (1, 2, 3, 5)
+        for padding in ("zeros", "circular")
+    },
+    "depthwise zeros": lambda **o: DepthwiseOptEq(CHANNELS_IN, 3, 4, mu=0.5, **o),
+    "depthwise circular": lambda **o: DepthwiseOptEq(CHANNELS_IN, 3, 4, 5, padding="circular", activation="sigmoid", **o),
+    "multivariate": lambda **o: MultivariateOptEq(INPUTS, FEATURES, 6, **o),
+}
+constrained = pytest.mark.parametrize("make", CONSTRAINED.values(), ids=list(CONSTRAINED))
+
+
+def input_of(cell: Cell, batch: int = 4) -> Tensor:
+    shape = (INPUTS,) if isinstance(cell, OptEq) else (CHANNELS_IN, *SIZE)
+    return random_matrix(batch, *shape, seed=5).to(next(cell.parameters()).dtype)
+
+
+@constrained
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("margin", [1e-3, 0.5])
+def test_a_constrained_cell_never_leaves_the_ball(make, margin, dtype):
+    torch.manual_seed(0)
+    cell = make(constrained=True, margin=margin).to(dtype)
+    assert_in_the_ball(cell)
+    scale_weights(cell, 100.0)
+    assert_in_the_ball(cell)
+    size = norm_of(cell, (7, 7))
+    assert size > 0.9 * cell.norm_limit  # scaled to the edge, not far inside
+
+
+@constrained
+def test_training_never_leaves_the_ball(make):
+    torch.manual_seed(0)
+    cell = make(constrained=True).double()
+    x = input_of(cell)
+    layer = layer_of(cell, stop=Stop(rtol=1e-5, max_steps=3000))
+    optimizer = torch.optim.SGD(cell.parameters(), 1.0)
+    before = None
+    for _ in range(6):
+        loss = -layer(x).square().mean()  # away from 0: the weights grow
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in cell.parameters())
+        nn.utils.clip_grad_norm_(cell.parameters(), 1.0)
+        optimizer.step()
+        assert_in_the_ball(cell)
+        before = float(loss) if before is None else before
+    assert float(loss) < before
+
+
+@constrained
+def test_inside_the_ball_the_constraint_changes_nothing(make):
+    torch.manual_seed(0)
+    plain = make().double()
+    torch.manual_seed(0)
+    cell = make(constrained=True).double()
+    x = input_of(cell)
+    for factor in (1.0, 0.1):
+        scale_weights(plain, factor)
+        scale_weights(cell, factor)
+        assert torch.equal(equilibrium_of(cell, x), equilibrium_of(plain, x))
+    scale_weights(plain, 100.0)
+    free = norm_of(plain)
+    assert free > 1.5 * plain.norm_limit  # nobody scales an unconstrained cell
+    assert not plain.constrained
+
+
+@pytest.mark.parametrize("make", [m for n, m in CONSTRAINED.items() if "depthwise" not in n])
+def test_a_constrained_weight_can_be_assigned_drawn_anew_and_saved(make):
+    torch.manual_seed(0)
+    cell, other = make(constrained=True).double(), make(constrained=True).double()
+    wanted = random_matrix(*cell.W.shape, seed=9)
+    cell.W = wanted
+    ratio = cell.W / wanted
+    torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio))  # scaled as a whole
+    assert ratio.flatten()[0] < 1
+    assert_in_the_ball(cell)
+    small = 1e-3 * wanted
+    cell.W = small
+    assert torch.equal(cell.W, small)
+    cell.W = wanted
+    assert not torch.equal(other.W, cell.W)
+    other.load_state_dict(cell.state_dict())
+    assert torch.equal(other.W, cell.W)
+    cell.reset_parameters()
+    assert 0.1 < norm_of(cell) < 0.999
+    assert not torch.equal(other.W, cell.W)
+
+
+# The mathematics of wide, deep and stacked cells
+
+
+def plain_layer(cell: OptEq, z: Tensor, x: Tensor) -> Tensor:
+    """W' sigma(W z + U x + b) / mu."""
+    return cell.activation(z @ cell.W.T + x @ cell.U.T + cell.b) @ cell.W / cell.mu
+
+
+def three_cells(alphas: tuple[float, ...] = (0.5, 0.5, 0.5), **options) -> list[OptEq]:
+    return [dense(i, hidden=3 + i, alpha=alpha, **{"activation": "tanh", **options}) for i, alpha in enumerate(alphas)]
+
+
+def test_wide_is_the_solution_of_the_sum_of_all_layers():
+    cells, x = three_cells(), random_matrix(5, INPUTS, seed=1)
+    cell = WideOptEq(cells)
+    z = torch.zeros(5, FEATURES, dtype=torch.float64)
+    for _ in range(300):
+        total = torch.zeros_like(z)
+        for layer in cells:
+            total = total + plain_layer(layer, z, x)
+        z = (total / 3).detach()
+    assert_same(equilibrium_of(cell, x), z, 1e-10)
+
+
+@pytest.mark.parametrize("mus", [(1.0, 1.0, 1.0), (1.0, 2.0, 3.0)])
+@pytest.mark.parametrize("alphas", [(0.4, 0.4, 0.4), (0.1, 0.5, 1.0)])
+def test_wide_weights_its_layers_by_alpha(alphas, mus):
+    """sum alpha_l z = sum alpha_l W_l' sigma(W_l z + u_l) / mu_l."""
+    cells = [dense(i, hidden=3 + i, alpha=a, mu=m, activation="softplus") for i, (a, m) in enumerate(zip(alphas, mus, strict=True))]
+    x = random_matrix(5, INPUTS, seed=1)
+    z = equilibrium_of(WideOptEq(cells), x)
+    right = sum(cell.alpha * plain_layer(cell, z, x) for cell in cells)
+    torch.testing.assert_close(sum(alphas) * z, right, rtol=1e-10, atol=1e-11)
+
+
+def test_wide_maps_as_one_matrix_and_as_a_sum_agree():
+    cells, x = three_cells(), random_matrix(5, INPUTS, seed=1)
+    one = WideOptEq(cells).bind(x)
+    assert isinstance(one, DenseOptEqMap)
+    assert one.W.W.shape == (3 + 4 + 5, FEATURES)
+    general = WideMap(tuple(cell.bind(x) for cell in cells), (1 / 3, 1 / 3, 1 / 3))
+    z, v = random_matrix(5, FEATURES, seed=2), random_matrix(5, FEATURES, seed=3)
+    torch.testing.assert_close(one(z), general(z), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(one.linearize(z).jvp(v), general.linearize(z).jvp(v), rtol=1e-13, atol=1e-14)
+    # alphas, activations or mus that differ need the sum; mus that go with the alphas do not
+    assert isinstance(WideOptEq(three_cells((0.5, 0.5, 0.4))).bind(x), WideMap)
+    assert isinstance(WideOptEq([dense(0), dense(1, activation="tanh")]).bind(x), WideMap)
+    assert isinstance(WideOptEq([dense(0), dense(1, mu=2.0)]).bind(x), WideMap)
+    assert isinstance(WideOptEq([dense(0, alpha=0.5), dense(1, mu=2.0)]).bind(x), DenseOptEqMap)
+
+
+def test_wide_is_the_limit_of_deep_for_small_alphas():
+    x = random_matrix(5, INPUTS, seed=1)
+    wide = equilibrium_of(WideOptEq(three_cells((1.0, 0.5, 0.25))), x)
+    gaps = []
+    for step in (0.1, 0.01, 0.001):
+        z = equilibrium_of(deep(*three_cells((step, step / 2, step / 4))), x)
+        gaps.append(float(torch.linalg.vector_norm(z - wide) / torch.linalg.vector_norm(wide)))
+    assert gaps[1] < 0.2 * gaps[0]
+    assert gaps[2] < 0.2 * gaps[1] < 1e-2
+
+
+def test_a_wide_layer_of_multivariate_cells_is_solved_or_refused_by_name():
+    cells = [multivariate(i) for i in range(2)]
+    x = random_matrix(5, INPUTS, seed=1)
+    try:
+        cell = WideOptEq(cells)
+    except TypeError as refused:
+        assert "The 'cells' parameter of WideOptEq must be" in str(refused)
+        return
+    z = equilibrium_of(cell, x)
+    right = sum((z @ c.W.T + x @ c.U.T + c.b) @ c.S @ c.W for c in cells)
+    torch.testing.assert_close(2 * z, right, rtol=1e-10, atol=1e-11)
+
+
+def test_deep_is_the_composition_of_its_layers():
+    cells, x = three_cells((1.0, 0.4, 0.7)), random_matrix(5, INPUTS, seed=1)
+    z = torch.zeros(5, FEATURES, dtype=torch.float64)
+    for _ in range(200):
+        for cell in cells:
+            z = (cell.alpha * plain_layer(cell, z, x) + (1 - cell.alpha) * z).detach()
+    assert_same(equilibrium_of(deep(*cells), x), z, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "mode", "step"),
+    [
+        (L2(), "gradient", lambda z, g: z - g * z),
+        (L2(), "prox", lambda z, g: z / (1 + g)),
+        (L1(), "prox", lambda z, g: z.sign() * (z.abs() - g).clamp(min=0)),
+        (Incay(0.5), "gradient", lambda z, g: z * (1 + 4 * g / (z.square().sum(1, keepdim=True) + 1.0) ** 2)),
+    ],
+    ids=["L2 gradient", "L2 prox", "L1 prox", "Incay"],
+)
+def test_the_regulariser_comes_before_the_first_layer(regularizer, mode, step):
+    cells, x = three_cells((1.0, 0.4, 0.7)), random_matrix(5, INPUTS, seed=1)
+    z = torch.zeros(5, FEATURES, dtype=torch.float64)
+    for _ in range(200):
+        z = step(z, 0.05)
+        for cell in cells:
+            z = (cell.alpha * plain_layer(cell, z, x) + (1 - cell.alpha) * z).detach()
+    assert_same(equilibrium_of(deep(*cells, regularizer=regularizer, mode=mode, gamma=0.05), x), z, 1e-10)
+
+
+@pytest.mark.parametrize("alphas", [(1.0, 1.0, 1.0), (0.4, 0.4, 0.4), (0.3, 1.0, 0.6)])
+def test_stacked_is_the_path_of_deep(alphas):
+    """Lemma 3: z~ = (z_1, ..., z_{L-1}, z_0)."""
+    cells, x = three_cells(alphas), random_matrix(5, INPUTS, seed=1)
+    z0 = equilibrium_of(deep(*cells), x)
+    stacked = equilibrium_of(StackedOptEq(cells), x)
+    path = deep(*cells).bind(x).path(z0)
+    assert_same(stacked, torch.stack([*path[1:-1], z0], dim=1), 1e-9)
+    assert_same(stacked[:, -1], z0, 1e-9)
+
+
+def test_stacked_is_the_one_layer_of_block_matrices():
+    cells, x, alpha = three_cells(), random_matrix(5, INPUTS, seed=1), 0.5
+    W = torch.block_diag(*(cell.W for cell in cells)).detach()
+    P = torch.kron(torch.eye(3, dtype=torch.float64).roll(1, 0), EYE)
+    u = torch.cat([x @ cell.U.T + cell.b for cell in cells], dim=1).detach()
+    assert torch.equal(P @ torch.arange(12.0, dtype=torch.float64), torch.arange(12.0, dtype=torch.float64).roll(FEATURES))
+    fn = StackedOptEq(cells).bind(x)
+    z = random_matrix(5, 3 * FEATURES, seed=2)
+
+    def by_hand(z: Tensor) -> Tensor:
+        return alpha * torch.tanh(z @ P.T @ W.T + u) @ W + (1 - alpha) * z @ P.T
+
+    torch.testing.assert_close(fn(z.reshape(5, 3, FEATURES)).flatten(1), by_hand(z), rtol=1e-13, atol=1e-13)
+    found = equilibrium_of(StackedOptEq(cells), x).flatten(1)
+    torch.testing.assert_close(found, by_hand(found), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("make", [dense, conv, depthwise, multivariate])
+def test_alpha_does_not_change_the_equilibrium_of_one_layer(make):
+    shape = (INPUTS,) if make in (dense, multivariate) else (CHANNELS_IN, *SIZE)
+    x = random_matrix(5, *shape, seed=1)
+    first = equilibrium_of(make(0, alpha=1.0), x)
+    for alpha in (0.7, 0.1):
+        assert_same(equilibrium_of(make(0, alpha=alpha), x), first, 1e-9)
+
+
+# The other cells
+
+
+@pytest.mark.parametrize("orthogonal", [False, True])
+def test_affine_moves_the_equilibrium(orthogonal):
+    """z = A^-1 (z_f - t)."""
+    cell, x = affine(0, orthogonal=orthogonal), random_matrix(5, INPUTS, seed=1)
+    inner = equilibrium_of(cell.cell, x)
+    wanted = torch.linalg.solve(cell.A, (inner - cell.t).T).T.detach()
+    assert_same(equilibrium_of(cell, x), wanted, 1e-9)
+    gram = (cell.A @ cell.A.T).detach()
+    assert torch.allclose(gram, EYE, rtol=0, atol=1e-12) is orthogonal
+    assert not torch.allclose(cell.A, EYE, rtol=0, atol=0.1)
+
+
+def test_affine_begins_as_the_cell_itself():
+    base, x = dense(0), random_matrix(5, INPUTS, seed=1)
+    for orthogonal in (False, True):
+        cell = AffineOptEq(base, orthogonal=orthogonal)
+        assert torch.equal(cell.A.detach().double(), EYE)
+        assert not cell.t.any()
+        assert_same(equilibrium_of(cell, x), equilibrium_of(base, x), 1e-9)
+
+
+def test_orthogonal_affine_stays_orthogonal_in_training():
+    cell, x = affine(0, orthogonal=True), random_matrix(5, INPUTS, seed=1)
+    before = cell.A.detach().clone()
+    optimizer = torch.optim.SGD(cell.parameters(), 0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (layer_of(cell)(x) - 1).square().sum().backward()
+        optimizer.step()
+    A = cell.A.detach()
+    torch.testing.assert_close(A @ A.T, EYE, rtol=0, atol=1e-12)
+    assert not torch.allclose(A, before, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("hidden", "mu"), [(3, 1.0), (4, 2.0), (7, 1.0)])
+def test_multivariate_is_a_linear_solve(hidden, mu):
+    cell, x = multivariate(0, hidden=hidden, mu=mu, alpha=0.6), random_matrix(5, INPUTS, seed=1)
+    W, S, u = cell.W.detach(), cell.S.detach(), (x @ cell.U.T + cell.b).detach()
+    wanted = torch.linalg.solve(EYE - W.T @ S @ W / mu, W.T @ S @ u.T / mu).T
+    assert_same(equilibrium_of(cell, x), wanted, 1e-10)
+    assert_same(S, random_S(hidden, 0), 1e-12)  # as assigned
+
+
+def test_multivariate_keeps_S_symmetric_between_0_and_I():
+    torch.manual_seed(0)
+    cell = MultivariateOptEq(INPUTS, FEATURES, 5).double()
+    torch.testing.assert_close(cell.S.detach(), torch.eye(5, dtype=torch.float64) / 2)
+    for scale in (0.0, 1.0, 1e3):
+        with torch.no_grad():
+            cell.parametrizations.S.original.copy_(scale * random_matrix(5, 5, seed=1))
+        assert torch.equal(cell.S, cell.S.T)
+        values = torch.linalg.eigvalsh(cell.S)
+        assert values.min() >= -1e-12
+        assert values.max() <= 1 + 1e-12
+    cell.S = torch.eye(5, dtype=torch.float64)  # the edge
+    torch.testing.assert_close(cell.S.detach(), torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-5)
+    cell.S = torch.zeros(5, 5, dtype=torch.float64)
+    assert cell.S.abs().max() < 1e-6
+    with pytest.raises(ValueError, match="'S' parameter of MultivariateOptEq must be symmetric"):
+        cell.S = random_matrix(5, 5, seed=2)
+    with pytest.raises(ValueError, match=r"'S' parameter of MultivariateOptEq must be of eigenvalues in \[0, 1\]"):
+        cell.S = 2 * torch.eye(5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("padding", ["zeros", "circular"])
+def test_a_1x1_convolution_is_the_dense_layer_at_each_pixel(padding):
+    image = conv(0, 1, padding=padding, activation="tanh", alpha=0.4, mu=2.0)
+    pixel = OptEq(CHANNELS_IN, 2, 3, activation="tanh", alpha=0.4, mu=2.0).double()
+    with torch.no_grad():
+        pixel.W.copy_(image.W[:, :, 0, 0])
+        pixel.U.copy_(image.U[:, :, 0, 0])
+        pixel.b.copy_(image.b)
+    x = random_matrix(5, CHANNELS_IN, *SIZE, seed=1)
+    by_pixel = equilibrium_of(pixel, x.movedim(1, 3).reshape(-1, CHANNELS_IN)).reshape(5, *SIZE, 2).movedim(3, 1)
+    assert_same(equilibrium_of(image, x), by_pixel, 1e-9)
+
+
+@pytest.mark.parametrize("kernel_size", [1, 2, 3])
+@pytest.mark.parametrize("padding", ["zeros", "circular"])
+def test_depthwise_is_the_convolution_with_the_product_kernel(padding, kernel_size):
+    cell = depthwise(0, kernel_size, padding=padding, activation="softplus")
+    full = ConvOptEq(CHANNELS_IN, 2, 3, kernel_size, padding=padding, activation="softplus").double()
+    with torch.no_grad():
+        full.W.copy_(cell.W2 * cell.W1[:, 0])
+        full.U.copy_(cell.U2 * cell.U1[:, 0])
+        full.b.copy_(cell.b)
+    x = random_matrix(5, CHANNELS_IN, *SIZE, seed=1)
+    assert_same(equilibrium_of(cell, x), equilibrium_of(full, x), 1e-9)
+
+
+# Initial weights
+
+
+FRESH: dict[str, Callable[[], Cell]] = {
+    "dense": lambda: OptEq(10, 30, 40),
+    "dense, few hidden": lambda: OptEq(10, 64, 8),
+    "dense, many hidden": lambda: OptEq(10, 8, 64),
+    "dense constrained": lambda: OptEq(10, 30, 40, constrained=True),
+    "conv 1": lambda: ConvOptEq(3, 8, 16, 1),
+    "conv 3": lambda: ConvOptEq(3, 8, 16, 3),
+    "conv 5 circular": lambda: ConvOptEq(3, 8, 8, 5, padding="circular"),
+    "conv constrained": lambda: ConvOptEq(3, 8, 16, 3, constrained=True),
+    "depthwise 3": lambda: DepthwiseOptEq(3, 8, 16, 3),
+    "depthwise 5 circular": lambda: DepthwiseOptEq(3, 8, 16, 5, padding="circular", constrained=True),
+    "multivariate": lambda: MultivariateOptEq(10, 30, 40),
+}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_fresh_weights_are_small(name):
+    norms = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        cell = FRESH[name]()
+        norms.append(norm_of(cell, (6, 6)))
+        cell.reset_parameters()
+        norms.append(norm_of(cell, (6, 6)))
+    assert len(set(norms)) == 6
+    assert min(norms) > 0.2
+    assert max(norms) < 0.8
+    fan = {"U": math.prod(cell.U.shape[1:])} if hasattr(cell, "U") else {"U1": cell.kernel_size**2, "U2": cell.in_channels}
+    fan["b"] = fan.get("U", cell.sizes.get("in_channels"))
+    for part, fan_in in fan.items():
+        largest = float(getattr(cell, part).detach().abs().max())
+        assert (0.8 if getattr(cell, part).numel() > 9 else 0.3) / math.sqrt(fan_in) < largest <= 1 / math.sqrt(fan_in)
+
+
+# alpha as a parameter
+
+
+@pytest.mark.parametrize("raw", [-1000.0, -50.0, -3.0, 0.0, 3.0, 50.0, 1000.0])
+def test_a_learnt_alpha_is_in_the_unit_interval_whatever_its_parameter(raw):
+    cell = deep(*coupled_cells(), learn_alpha=True)
+    for layer in cell.layers:
+        with torch.no_grad():
+            layer.parametrizations.alpha.original.fill_(raw)
+        assert 0 < float(layer.alpha.detach()) <= 1
+        assert float(layer.alpha.detach()) == pytest.approx(max(1e-6, 1 / (1 + math.exp(min(-raw, 700.0)))))
+    x = random_matrix(3, INPUTS, seed=1)
+    layer_of(cell, stop=Stop(rtol=1e-6), on_failure="ignore")(x).sum().backward()
+    assert all(p.grad.isfinite().all() for p in cell.parameters())
+
+
+@pytest.mark.parametrize("name", ["deep 2 learn_alpha", "deep conv learn_alpha"])
+def test_the_gradient_of_alpha_is_that_of_finite_differences(name):
+    entry = ZOO[name]
+    cell, x = entry.make(), entry.x()
+    layer = layer_of(cell, stop=Stop(rtol=1e-13, max_steps=500))
+    layer(x).square().sum().backward()
+    for part in cell.layers:
+        raw, gap = part.parametrizations.alpha.original, 1e-5
+        values = []
+        for shift in (gap, -2 * gap):
+            with torch.no_grad():
+                raw.add_(shift)
+                values.append(float(layer(x).square().sum()))
+        with torch.no_grad():
+            raw.add_(gap)
+        assert abs(float(raw.grad)) > 1e-6
+        assert float(raw.grad) == pytest.approx((values[0] - values[1]) / (2 * gap), rel=1e-5)
+
+
+def test_alpha_is_made_learnable_once_and_begins_where_it_was():
+    first, second = dense(0, alpha=0.4), dense(1)
+    cell = DeepOptEq([first, second, first], learn_alpha=True)
+    assert float(first.alpha) == pytest.approx(0.4)
+    assert float(second.alpha) == pytest.approx(0.999)
+    again = DeepOptEq([first], learn_alpha=True)
+    assert len(first.parametrizations.alpha) == 1
+    assert float(first.alpha) == pytest.approx(0.4)
+    assert sum("alpha" in name for name, _ in cell.named_parameters()) == 2
+    assert sum("alpha" in name for name, _ in again.named_parameters()) == 1
+    assert isinstance(dense(2, alpha=0.4).alpha, float)
+    alone, x = layer_of(first), random_matrix(3, INPUTS, seed=1)  # a learnt alpha outside of a deep cell
+    assert_same(alone(x), equilibrium_of(dense(0), x), 1e-9)
+
+
+def test_a_learnt_alpha_can_be_printed_without_a_warning():
+    cell = deep(*coupled_cells(), learn_alpha=True)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        text = repr(cell)
+    finally:
+        torch.set_warn_always(always)
+    assert "alpha=0.6" in text
+
+
+@pytest.mark.parametrize("make", [lambda c: DeepOptEq([c], learn_alpha=True), AffineOptEq], ids=["learn_alpha", "affine"])
+def test_new_parameters_are_where_those_of_the_cell_are(make):
+    torch.manual_seed(0)
+    cell = make(OptEq(INPUTS, FEATURES, 5).double().to("meta"))
+    assert {p.device.type for p in cell.parameters()} == {"meta"}
+    assert {p.dtype for p in cell.parameters()} == {torch.float64}
+
+
+# The dual form
+
+
+def hard_cell(seed: int, square: float = 0.999, **options) -> OptEq:
+    """OptEq with L ||W||^2 = square mu; hidden <, = and > features in turn."""
+    torch.manual_seed(seed)
+    activation = options.pop("activation", MONOTONE[seed % len(MONOTONE)])
+    cell = OptEq(INPUTS, 8, (5, 8, 12)[seed % 3], activation=activation, **options).double()
+    with torch.no_grad():
+        cell.W.mul_(math.sqrt(square * cell.mu / cell.activation.lipschitz) / torch.linalg.matrix_norm(cell.W, 2))
+        cell.U.normal_()
+        cell.b.normal_()
+    return cell
+
+
+@pytest.mark.parametrize("activation", MONOTONE)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_equilibrium_of_the_dual_lifts_to_that_of_the_primal(activation, seed):
+    cell, x = (
+        hard_cell(seed, 0.8, activation=activation, mu=(1.0, 2.0, 0.5)[seed], alpha=(1.0, 0.4, 0.7)[seed]),
+        random_matrix(5, 3, seed=1),
+    )
+    fn = cell.bind(x).detach()
+    assert isinstance(fn, ConvexMap)
+    dual = fn.dual()
+    torch.testing.assert_close(dual.G, dual.G.T, rtol=1e-14, atol=1e-16)
+    torch.testing.assert_close(dual.G, fn.W.W @ fn.W.W.T / cell.mu, rtol=1e-13, atol=1e-14)
+    s = solve(dual, torch.zeros_like(dual.u), Picard(), Stop(rtol=1e-12, max_steps=3000)).raise_if_failed().z
+    z = fn.lift(s)
+    assert residual(fn, z).max() <= 1e-10
+    assert_same(z, equilibrium_of(cell, x), 1e-9)
+    torch.testing.assert_close(cell.activation(fn.hidden(z)), s, rtol=1e-9, atol=1e-10)
+    v = random_matrix(*s.shape, seed=2)
+    J, jacobian = dense_jacobian(dual, s), dual.linearize(s)
+    assert relative_error(jacobian.jvp(v).flatten(), J @ v.flatten()) <= 1e-12
+    assert relative_error(jacobian.vjp(v).flatten(), J.T @ v.flatten()) <= 1e-12
+
+
+def plain_iteration(cells: list[OptEq], x: Tensor) -> list[Tensor]:
+    """The equilibria by 40000 plain steps of all cells at once, their matrices filled up with zeros."""
+    height, width = max(c.hidden for c in cells), max(c.features for c in cells)
+    W = torch.zeros(len(cells), height, width, dtype=x.dtype)
+    u = torch.zeros(len(cells), x.shape[0], height, dtype=x.dtype)
+    groups: dict[str, list[int]] = {}
+    order = sorted(range(len(cells)), key=lambda i: cells[i].activation.name)
+    for row, i in enumerate(order):
+        cell = cells[i]
+        W[row, : cell.hidden, : cell.features] = cell.W.detach()
+        u[row, :, : cell.hidden] = (x @ cell.U.T + cell.b).detach()
+        groups.setdefault(cell.activation.name, []).append(row)
+    parts = [(slice(rows[0], rows[-1] + 1), cells[order[rows[0]]].activation) for rows in groups.values()]
+    s, z = torch.empty_like(u), torch.zeros(len(cells), x.shape[0], width, dtype=x.dtype)
+    for step in range(40000):
+        a = torch.baddbmm(u, z, W.mT)
+        for rows, activation in parts:
+            s[rows] = activation(a[rows])
+        before, z = z, torch.bmm(s, W)
+        if step % 100 == 0 and (z - before).abs().max() < 1e-13:
+            break
+    found = [torch.empty(0)] * len(cells)
+    for row, i in enumerate(order):
+        found[i] = z[row, :, : cells[i].features]
+    return found
+
+
+def test_newton_and_acceleration_agree_with_plain_iteration_on_hard_problems():
+    cells, x = [hard_cell(seed) for seed in range(42)], random_matrix(3, 3, seed=1)
+    stop = Stop(rtol=1e-11, max_steps=20000)
+    for seed, (cell, plain) in enumerate(zip(cells, plain_iteration(cells, x), strict=True)):
+        fn = cell.bind(x).detach()
+        assert residual(fn, plain).max() <= 1e-11
+        z0 = random_matrix(*plain.shape, seed=seed)
+        for solver in (Newton(), Accelerated()):
+            for start in (torch.zeros_like(plain), z0):
+                found = solve(fn, start, solver, stop)
+                assert found.status is Status.CONVERGED, (seed, solver, found)
+                check_honest(found, fn)
+                assert_same(found.z, plain, 1e-6)
+            again = solve(fn, plain, solver, Stop(rtol=1e-9))
+            assert again.steps.tolist() == [0, 0, 0]
+            assert torch.equal(again.z, plain)
+        assert solve(fn, z0, Newton(), stop).evals < 300
+
+
+@pytest.mark.parametrize("solver", [Newton(), Accelerated()])
+@pytest.mark.parametrize("activation", MONOTONE)
+@pytest.mark.parametrize("scale", [1e30, 1e-30])
+def test_no_scale_overflows_or_vanishes_in_the_dual(scale, activation, solver):
+    for seed in range(3):
+        cell = hard_cell(seed, 0.9, activation=activation)
+        with torch.no_grad():
+            cell.U.mul_(scale)
+            cell.b.mul_(scale)
+        x = random_matrix(4, 3, seed=1)
+        wanted = equilibrium_of(cell, x, Stop(rtol=1e-10, max_steps=2000))
+        single = deepcopy(cell).float()
+        fn = single.bind(x.float()).detach()
+        found = solve(fn, torch.zeros(4, 8), solver, Stop(rtol=1e-5, max_steps=500))
+        assert found.status is Status.CONVERGED
+        check_honest(found, fn)
+        assert_same(found.z.double(), wanted, 2e-3)
+
+
+@pytest.mark.parametrize("solver", [Newton(), Accelerated(), Accelerated(modulus=0.1), None])
+@pytest.mark.parametrize("activation", MONOTONE)
+def test_an_ill_posed_cell_is_never_called_solved_wrongly(activation, solver):
+    solved = 0
+    for seed in range(6):
+        cell = hard_cell(seed, 1.5**2, activation=activation, mu=(1.0, 2.0)[seed % 2], alpha=(1.0, 0.5)[seed % 2])
+        x = random_matrix(5, 3, seed=seed)
+        fn = cell.bind(x).detach()
+        for rtol in (1e-3, 1e-9):
+            with torch.no_grad():
+                found = layer_of(cell, solver, Stop(rtol=rtol, max_steps=150), on_failure="ignore").solve(x)
+            check_honest(found, fn)
+            assert found.z.isfinite().all()
+            true = residual(fn, found.z)
+            assert (true[found.converged.numpy()] <= rtol * (1 + 1e-3)).all()
+            solved += int(found.converged.sum())
+    if activation == "identity":  # linear and unstable, but I - J is regular: only true solutions count
+        assert solved == 0 or isinstance(solver, Newton) or solver is None
+
+
+# Bad arguments
+
+LAYERS: dict[str, Callable[..., Cell]] = {
+    "OptEq": lambda **o: OptEq(**{"in_features": 3, "features": 4, "hidden": 5, **o}),
+    "MultivariateOptEq": lambda **o: MultivariateOptEq(**{"in_features": 3, "features": 4, "hidden": 5, **o}),
+    "ConvOptEq": lambda **o: ConvOptEq(**{"in_channels": 3, "channels": 4, "hidden": 5, **o}),
+    "DepthwiseOptEq": lambda **o: DepthwiseOptEq(**{"in_channels": 3, "channels": 4, "hidden": 5, **o}),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        *((size, value, error) for size in ("input", "state", "hidden") for value, error in ((0, ValueError), (2.0, TypeError))),
+        ("hidden", True, TypeError),
+        ("alpha", 0.0, ValueError),
+        ("alpha", 1.1, ValueError),
+        ("alpha", math.nan, ValueError),
+        ("alpha", "1", TypeError),
+        ("mu", 0.0, ValueError),
+        ("mu", -1.0, ValueError),
+        ("mu", math.inf, ValueError),
+        ("margin", -0.1, ValueError),
+        ("margin", 1.5, ValueError),
+        ("constrained", 1, TypeError),
+        ("kernel_size", 0, ValueError),
+        ("kernel_size", (3, 3), TypeError),
+        ("padding", "reflect", ValueError),
+        ("activation", "step", ValueError),
+        ("activation", torch.relu, TypeError),
+    ],
+)
+def test_layers_refuse_bad_arguments_by_name(kind, name, value, error):
+    image = kind in ("ConvOptEq", "DepthwiseOptEq")
+    if (name in ("kernel_size", "padding") and not image) or (name == "activation" and kind == "MultivariateOptEq"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            LAYERS[kind](**{name: value})
+        return
+    names = {"input": "in_channels" if image else "in_features", "state": "channels" if image else "features"}
+    name = names.get(name, name)
+    with pytest.raises(error, match=f"The '{name}' parameter of {kind} must be"):
+        LAYERS[kind](**{name: value})
+
+
+@pytest.mark.parametrize("kind", ["OptEq", "ConvOptEq", "DepthwiseOptEq"])
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_activations_that_are_not_monotone_are_refused(kind, activation):
+    with pytest.raises(ValueError, match=rf"{kind} needs an activation that is monotone .*'{activation}' is not"):
+        LAYERS[kind](activation=activation)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_margin_of_one_leaves_no_ball(kind, constrained):
+    """The limit of the norm would be 0."""
+    if not constrained:
+        assert LAYERS[kind](margin=1.0).norm_limit == 0
+        return
+    with pytest.raises(ValueError, match="must be"):
+        cell = LAYERS[kind](margin=1.0, constrained=True)
+        cell.operator()
+
+
+@pytest.mark.parametrize("kind", [DeepOptEq, StackedOptEq, WideOptEq])
+@pytest.mark.parametrize(
+    ("cells", "error", "said"),
+    [
+        ([], ValueError, "not empty"),
+        (OptEq(3, 4, 5), TypeError, "a sequence of OptEq"),
+        (None, TypeError, "a sequence of OptEq"),
+        ([nn.Linear(4, 4)], TypeError, "a sequence of OptEq"),
+        ([OptEq(3, 4, 5), FunctionCell(lambda z, x: z, (4,))], TypeError, "a sequence of OptEq"),
+        ([AffineOptEq(OptEq(3, 4, 5))], TypeError, "a sequence of OptEq"),
+        ([OptEq(3, 4, 5), OptEq(3, 6, 5)], ValueError, r"the same state. Got \['4 features', '6 features'\]"),
+        ([OptEq(3, 4, 5), OptEq(2, 4, 5)], ValueError, r"the same input. Got \['2 in_features', '3 in_features'\]"),
+        ([ConvOptEq(3, 4, 5), ConvOptEq(3, 2, 5)], ValueError, r"the same state. Got \['2 channels', '4 channels'\]"),
+        ([ConvOptEq(3, 4, 5), DepthwiseOptEq(1, 4, 5)], ValueError, r"the same input. Got \['1 in_channels', '3 in_channels'\]"),
+        ([ConvOptEq(3, 4, 5), OptEq(3, 4, 5)], ValueError, r"the same state. Got \['4 channels', '4 features'\]"),
+    ],
+)
+def test_cells_of_cells_refuse_what_does_not_fit(kind, cells, error, said):
+    with pytest.raises(error, match=rf"The 'cells' parameter of {kind.__name__} must be .*{said}"):
+        kind(cells)
+
+
+@pytest.mark.parametrize("kind", [DeepOptEq, StackedOptEq, WideOptEq])
+def test_cells_of_cells_take_any_sequence_and_layers_of_different_hidden_sizes(kind):
+    cells = [OptEq(3, 4, 5), OptEq(3, 4, 7, activation="tanh", mu=2.0, alpha=0.5)]
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    first, second, third = (layer_of(kind(given), stop=Stop(rtol=1e-4))(x) for given in (cells, tuple(cells), nn.ModuleList(cells)))
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("mode", {"mode": "proximal"}, ValueError),
+        ("mode", {"mode": None, "regularizer": L2()}, ValueError),
+        ("evaluation", {"evaluation": "eval"}, ValueError),
+        ("gamma", {"gamma": 0.0}, ValueError),
+        ("gamma", {"gamma": -1.0}, ValueError),
+        ("gamma", {"gamma": "0.1"}, TypeError),
+        ("regularizer", {"regularizer": "L2"}, TypeError),
+        ("regularizer", {"regularizer": L2}, TypeError),
+        ("regularizer", {"regularizer": lambda z: z}, TypeError),
+        *(("mode", {"mode": "prox", "regularizer": r}, ValueError) for r in (Incay(), Decorrelation(), HSIC())),
+    ],
+)
+def test_deep_refuses_bad_arguments_by_name(name, options, error):
+    with pytest.raises(error, match=f"The '{name}' parameter of DeepOptEq must be"):
+        DeepOptEq([OptEq(3, 4, 5)], **options)
+
+
+def test_deep_names_the_regulariser_without_a_prox():
+    with pytest.raises(ValueError, match="'prox' with Incay"):
+        DeepOptEq([OptEq(3, 4, 5)], regularizer=Incay(), mode="prox")
+
+
+@pytest.mark.parametrize("cell", [ConvOptEq(3, 4, 5), nn.Linear(3, 3), None, [OptEq(3, 4, 5)]])
+def test_affine_takes_dense_cells_only(cell):
+    with pytest.raises(TypeError, match="The 'cell' parameter of AffineOptEq must be an OptEq"):
+        AffineOptEq(cell)
+
+
+def test_freeze_takes_tensors_only():
+    cell = DeepOptEq([OptEq(3, 4, 5)], regularizer=Decorrelation())
+    for wrong in (None, [1.0], torch.zeros(3, 4, dtype=torch.int64)):
+        with pytest.raises(TypeError, match="The 'z' parameter of DeepOptEq must be a floating-point tensor"):
+            cell.freeze(wrong)
+
+
+@pytest.mark.parametrize("kind", ["ConvOptEq", "DepthwiseOptEq"])
+def test_images_without_pixels_are_refused(kind):
+    with pytest.raises(ValueError, match="The 'x' parameter"):
+        layer_of(LAYERS[kind]())(torch.zeros(2, 3, 0, 4))
+
+
+def test_parametrised_weights_are_listed_as_such():
+    assert parametrize.is_parametrized(LAYERS["OptEq"](constrained=True), "W")
+    assert not parametrize.is_parametrized(LAYERS["OptEq"]())
