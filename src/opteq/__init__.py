@@ -1,5 +1,8 @@
 """Deep equilibrium networks whose output is a solution that you can trust: status, exact gradients, honest residuals."""
 
+from importlib import import_module
+from typing import Any
+
 from opteq.autograd import record
 from opteq.equilibrium import Cell, ConvergenceWarning, Equilibrium
 from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop, per_sample, solve
@@ -20,3 +23,12 @@ __all__ = [
     "record",
     "solve",
 ]
+
+_SUBMODULES = ("activations", "cells", "experiments", "gradients", "linear", "regularizers", "solvers", "spectral", "theory")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a submodule when it is first used, so that `import opteq` stays quick."""
+    if name in _SUBMODULES:
+        return import_module(f"opteq.{name}")
+    raise AttributeError(f"module 'opteq' has no attribute {name!r}")

@@ -37,7 +37,7 @@ class Accelerated(Solver):
 
     `modulus`: m if f is a contraction with factor 1 - m (a dense OptEq: m = 1 - L ||W||^2 / mu), for the constant
     beta = (1 - sqrt(m)) / (1 + sqrt(m)); None takes Nesterov's growing beta_k, begun anew for each sample when momentum
-    opposes the step or its residual grows. On other averaged maps these restarts make it fall back on plain steps.
+    opposes the step or its residual grows. Other contractions are solved too, by these restarts, but more slowly than by Picard.
     A convex map with a dual (a dense OptEq) is solved in its dual form, one product a step.
     Beck and Teboulle (2009); O'Donoghue and Candes (2015).
     """
