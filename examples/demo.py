@@ -8,7 +8,8 @@ from torch import nn
 from opteq import Equilibrium, Solution, Stop, record
 from opteq.cells import OptEq
 from opteq.gradients import Implicit, JacobianFree, Phantom, Unrolled, gradient_error
-from opteq.solvers import Anderson, Broyden, Newton, Picard
+from opteq.solvers import Accelerated, Anderson, Broyden, Newton, Picard
+from opteq.theory import recover_problem
 
 
 def solution_table(solution: Solution) -> Table:
@@ -27,7 +28,7 @@ def solver_table(cell: OptEq, x: torch.Tensor, stop: Stop) -> Table:
     table = Table(title=f"Evaluations of f to reach {stop.rtol:g}")
     for heading in ("solver", "evaluations", "worst residual", "status"):
         table.add_column(heading)
-    for solver in (Picard(), Anderson(), Broyden(), Newton()):
+    for solver in (Picard(), Anderson(), Broyden(), Accelerated(), Newton()):
         solution = Equilibrium(cell, solver, stop).solve(x)
         table.add_row(type(solver).__name__, str(solution.evals), f"{solution.residual.max():.1e}", solution.status.name)
     return table
@@ -57,7 +58,8 @@ def main() -> None:
     with record() as log:
         model(x).square().mean().backward()
     forward, backward = log
-    console.print("f(z) = W' relu(W z + U x + b), ||W|| = 0.95; the equilibrium z = f(z) minimises a convex function.\n")
+    console.print("f(z) = W' relu(W z + U x + b). Which problem does its equilibrium solve?", style="bold")
+    console.print(f"{recover_problem(cell)}\n", markup=False, highlight=False)
     console.print(solution_table(forward))
     console.print(
         f"Backward: {backward.evals} products with I - J', solved to {backward.residual.max():.1e} by conjugate gradients.\n"

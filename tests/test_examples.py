@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import opteq
-from opteq import cells, gradients, solvers
+from opteq import cells, gradients, regularizers, solvers, theory
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,6 +18,15 @@ ROOT = Path(__file__).parent.parent
 def test_the_readme_runs(block, capsys):
     exec(compile(block, "README.md", "exec"), {})
     assert "CONVERGED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["problem.md"])
+def test_the_blocks_of_a_page_run_one_after_the_other(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    names = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    assert len(blocks) > 4
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
@@ -35,9 +44,11 @@ def test_the_benchmark_runs(tmp_path):
 
 PUBLIC = {
     opteq: "Equilibrium Cell Map solve Solver Solution Status Stop record ConvergenceWarning ConvergenceError",
-    solvers: "Picard Anderson Broyden Newton",
+    solvers: "Picard Anderson Broyden Newton Accelerated SAM",
     gradients: "Implicit Unrolled Phantom JacobianFree gradient_error",
-    cells: "FunctionCell OptEq",
+    cells: "FunctionCell OptEq ConvOptEq DepthwiseOptEq DeepOptEq WideOptEq StackedOptEq AffineOptEq MultivariateOptEq",
+    regularizers: "L2 L1 Incay Decorrelation HSIC",
+    theory: "objective envelope inclusion_residual recover_problem from_feedforward unit_layers weight_tied is_prox",
 }
 
 

@@ -139,3 +139,17 @@ def test_a_circular_convolution_is_a_product_of_transforms(kernel: tuple[int, in
         wrapped[:, :, ((kernel[0] - 1) // 2 - i) % size[0], ((kernel[1] - 1) // 2 - j) % size[1]] += W.W[:, :, i, j]
     product = torch.einsum("hcij,bcij->bhij", torch.fft.fft2(wrapped), torch.fft.fft2(z))
     torch.testing.assert_close(W(z), torch.fft.ifft2(product).real)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 3)])
+def test_a_circular_convolution_wraps_around_images_smaller_than_its_kernel(size):
+    g = torch.Generator().manual_seed(0)
+    W, z = torch.randn(3, 2, 5, 4, generator=g).double(), torch.randn(2, 2, *size, generator=g).double()
+    conv = Conv(W, "circular")
+    expected = torch.zeros(2, 3, *size).double()
+    for i, j, a, b in itertools.product(range(size[0]), range(size[1]), range(5), range(4)):
+        source = z[:, :, (i + a - 2) % size[0], (j + b - 1) % size[1]]
+        expected[:, :, i, j] += source @ W[:, :, a, b].T
+    torch.testing.assert_close(conv(z), expected)
+    s = torch.randn(2, 3, *size, generator=g).double()
+    torch.testing.assert_close((conv(z) * s).sum(), (z * conv.adjoint(s)).sum())

@@ -66,12 +66,23 @@ class Conv(Operator):
     def _convolve(self, z: Tensor, kernel: Tensor, margins: tuple[int, int, int, int]) -> Tensor:
         left, right, top, bottom = margins
         if self.padding == "circular":
-            z = torch.nn.functional.pad(z, margins, mode="circular")
+            z = _wrapped(z, margins)
         elif left == right and top == bottom:
             return torch.nn.functional.conv2d(z, kernel, padding=(top, left), groups=self.groups)
         else:
             z = torch.nn.functional.pad(z, margins)
         return torch.nn.functional.conv2d(z, kernel, groups=self.groups)
+
+
+def _wrapped(z: Tensor, margins: tuple[int, int, int, int]) -> Tensor:
+    """z continued periodically, also by more than its own size."""
+    left, right, top, bottom = margins
+    height, width = z.shape[-2:]
+    if max(top, bottom) <= height and max(left, right) <= width:
+        return torch.nn.functional.pad(z, margins, mode="circular")
+    rows = torch.arange(-top, height + bottom, device=z.device) % height
+    columns = torch.arange(-left, width + right, device=z.device) % width
+    return z[..., rows, :][..., columns]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ __all__ = ["Evidence", "Norm", "NormBall", "operator_norm", "scale_to"]
 
 Evidence: TypeAlias = Literal["exact", "bound", "estimate"]
 
-_CHUNK = 2**18  # complex numbers of a batch of matrices: 2 MB in single precision, to stay in the cache
+_CHUNK = 2**17  # complex numbers of a batch of matrices: 1 MB in single precision, to stay in the cache
 _FIRST = 8  # how many of the most promising frequencies get their eigenvalues computed at a time
 _RATIO = 32  # points of the grid of frequencies per degree of the kernel: 1 / cos(pi / 32)^2 < 1.01
 
@@ -264,12 +264,13 @@ def _peak(kernel: Tensor, rows: int, columns: int, floor: float) -> Tensor:
             min(floor / scale, 1e15) ** 2
         )  # no kernel with entries up to 1 has such a norm, and single precision holds the square
         count = rows * (columns // 2 + 1)
-        step = max(1, _CHUNK // kernel.shape[2] ** 2)
+        step = min(count, max(1, _CHUNK // kernel.shape[2] ** 2))
+        space = _Space(step, kernel.shape[2], kernel)
         for group, block in enumerate(kernel / scale):
             correlation = _correlation(block)
             for start in range(0, count, step):
                 places = torch.arange(start, min(start + step, count), device=kernel.device)
-                found, best = _search(_gram(correlation, places, rows, columns), best)
+                found, best = _search(_minus_gram(correlation, places, rows, columns, space), best, space)
                 peak = peak if found is None else group * count + start + found
     return torch.tensor(peak, device=kernel.device)
 
@@ -292,47 +293,66 @@ torch.library.register_vmap("opteq::peak", _peak_of_each, lib=_LIBRARY)
 
 
 def _correlation(block: Tensor) -> Tensor:
-    """C_d = sum_t K_t' K_(t + d), the taps of K(w)* K(w): [(2 k - 1)^2, channels, channels]."""
+    """C_d = -sum_t K_t' K_(t + d), the taps of -K(w)* K(w): [2 k - 1, 2 k - 1, channels, channels]."""
     taps = block.transpose(0, 1)  # [channels, hidden, k, k]
     height, width = taps.shape[-2:]
-    return torch.nn.functional.conv2d(taps, taps, padding=(height - 1, width - 1)).permute(2, 3, 1, 0)
+    return torch.nn.functional.conv2d(taps, -taps, padding=(height - 1, width - 1)).permute(2, 3, 1, 0).contiguous()
 
 
-def _gram(correlation: Tensor, places: Tensor, rows: int, columns: int) -> Tensor:
-    """K(w)* K(w) at some frequencies, up to conjugation: [frequencies, channels, channels]."""
-    height, width, channels, _ = correlation.shape
+class _Space:
+    """Memory for one batch of matrices, used again for the next: new pages would cost as much time as the arithmetic."""
+
+    def __init__(self, step: int, channels: int, like: Tensor) -> None:
+        dtype = like.dtype.to_complex()
+        self.parts = like.new_empty(2, step, channels**2)
+        self.matrices = like.new_empty(step, channels, channels, dtype=dtype)
+        self.factors = like.new_empty(step, channels, channels, dtype=dtype).mT  # the order of LAPACK
+        self.info = like.new_empty(step, dtype=torch.int32)
+
+
+def _minus_gram(correlation: Tensor, places: Tensor, rows: int, columns: int, space: _Space) -> Tensor:
+    """-K(w)* K(w) at some frequencies, up to conjugation: [frequencies, channels, channels]."""
+    height, width = correlation.shape[:2]
     _, row, column = _places(places, rows, columns)
     angles = _angles(row, column, (height, width), rows, columns, (height // 2, width // 2)).to(correlation)
-    taps = correlation.reshape(height * width, -1)
-    return torch.complex(angles.cos() @ taps, angles.sin() @ taps).view(-1, channels, channels)
+    taps = correlation.view(height * width, -1)
+    real, imaginary = space.parts[:, : len(places)]
+    torch.mm(angles.cos(), taps, out=real)
+    torch.mm(angles.sin(), taps, out=imaginary)
+    matrices = space.matrices[: len(places)]
+    torch.complex(real, imaginary, out=matrices.flatten(1))
+    return matrices
 
 
-def _search(gram: Tensor, best: float) -> tuple[int | None, float]:
-    """The place and value of the largest eigenvalue of the matrices, or (None, best) when none is above `best`.
+def _search(minus: Tensor, best: float, space: _Space) -> tuple[int | None, float]:
+    """The place and value of the largest eigenvalue of the matrices G = -minus, or (None, best) when none is above `best`.
 
     A Cholesky factor of t I - G exists if and only if all eigenvalues of G are below t. It costs a fifth of the eigenvalues,
-    which are left for the matrices that a few power steps make look largest, and for those that pass the test.
+    which are left for the matrices that a few power steps make look largest, and for those that fail the test.
     """
-    margin = 1 + 4 * math.sqrt(gram.shape[-1]) * torch.finfo(gram.dtype).eps  # equal ones do not pass for ever
-    left = torch.arange(len(gram), device=gram.device)
+    margin = 1 + 4 * math.sqrt(minus.shape[-1]) * torch.finfo(minus.dtype).eps  # equal ones are not computed one by one
+    left = torch.arange(len(minus), device=minus.device)
     if best > 0:
-        left = left[_reaches(gram, best * margin)]
-    left = left[_power(gram[left]).argsort(descending=True)] if len(left) > _FIRST else left
+        left = left[_reaches(minus, best * margin, space)]
+    left = left[_power(minus[left]).argsort(descending=True)] if len(left) > _FIRST else left
     found = None
     while len(left):
         top, left = left[:_FIRST], left[_FIRST:]
-        value, place = torch.linalg.eigvalsh(gram[top])[:, -1].max(0)
+        value, place = torch.linalg.eigvalsh(minus[top])[:, 0].neg().max(0)
         if float(value) > best:
             found, best = int(top[place]), float(value)
-        left = left[_reaches(gram[left], best * margin)]
+        left = left[_reaches(minus[left], best * margin, space)] if len(left) else left
     return found, best
 
 
-def _reaches(gram: Tensor, level: float) -> Tensor:
-    """Whether an eigenvalue of each matrix is `level` or more."""
-    shifted = gram.neg()
-    shifted.diagonal(dim1=-2, dim2=-1).add_(level)
-    info: Tensor = torch.linalg.cholesky_ex(shifted, upper=True).info
+def _reaches(minus: Tensor, level: float, space: _Space) -> Tensor:
+    """Whether an eigenvalue of each G = -minus is `level` or more."""
+    diagonal = minus.diagonal(dim1=-2, dim2=-1)
+    kept = diagonal.clone()
+    diagonal.add_(level)
+    info = space.info[: len(minus)]
+    torch.linalg.cholesky_ex(minus.mT, upper=True, out=(space.factors[: len(minus)], info))
+    diagonal.copy_(kept)
     return info != 0
 
 
