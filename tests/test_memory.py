@@ -15,7 +15,7 @@ from opteq.cells import OptEq
 from opteq.gradients import Unrolled
 from opteq.linear import CG, GMRES, LinearizedMap, Neumann
 from opteq.solve import Jacobian
-from opteq.solvers import Anderson, Broyden, Newton, Picard
+from opteq.solvers import Accelerated, Anderson, Broyden, Newton, Picard
 
 BATCH, N = 64, 1024
 STATE = BATCH * N * 4  # bytes, in float32
@@ -165,3 +165,16 @@ def test_the_peak_of_a_train_step_does_not_grow_with_the_number_of_steps(solver:
     highest = [peak(lambda layer=layer: train_step(layer, x))[0] for layer in (few, many)]
     assert highest[1] <= highest[0] + 1.5
     assert highest[1] <= 12 + (6 if solver != Picard() else 0)
+
+
+@pytest.mark.parametrize("solver", [None, Accelerated()], ids=["default", "Accelerated"])
+def test_a_train_step_in_the_dual_form_takes_twelve_states_at_most(solver: Solver | None) -> None:
+    torch.manual_seed(0)
+    width = 128
+    cell, x = OptEq(8, width, width), torch.randn(STATE // (4 * width), 8)
+    with torch.no_grad():
+        cell.W.mul_(0.99 / torch.linalg.matrix_norm(cell.W, 2))
+    few, many = (Equilibrium(cell, solver, Stop(rtol=1e-30, max_steps=steps), on_failure="ignore") for steps in (5, 30))
+    highest = [peak(lambda layer=layer: train_step(layer, x))[0] for layer in (few, many)]
+    assert highest[1] <= highest[0] + 0.5
+    assert highest[1] <= 12

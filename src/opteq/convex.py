@@ -1,7 +1,7 @@
 """Maps whose equilibrium minimises a convex function, and the dual form in which that is cheaper."""
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
@@ -122,19 +122,22 @@ class DualStart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DualState(State):
+class DualState(State, ABC):
     """The iterate is z0 at first, then lift(s). `trust`: how far the estimate of the residual was below the truth."""
 
     exact: ClassVar[bool] = False
-    s: Tensor
     size: Tensor
     scale: Tensor
     trust: Tensor
     moved: bool
 
+    @abstractmethod
+    def hidden(self, fn: DualForm) -> Tensor:
+        """s."""
+
     def candidate(self, fn: Map) -> Tensor:
         assert isinstance(fn, DualForm)
-        return fn.base.lift(self.s) if self.moved else self.z
+        return fn.base.lift(self.hidden(fn)) if self.moved else self.z
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         return self.size * self.trust, self.scale

@@ -24,11 +24,15 @@ class AcceleratedState(ResidualState):
 class DualAcceleratedState(DualState):
     """The same in the dual: y is the extrapolated point and s = sigma(G y + u)."""
 
+    s: Tensor
     y: Tensor
     before: Tensor
     t: Tensor
     worst: Tensor
     r_size: Tensor  # |s - y|
+
+    def hidden(self, fn: DualForm) -> Tensor:
+        return self.s
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Accelerated(Solver):
             _, y, Gy, size, scale, evals = fn.first(z0)
             s = fn.dual.sigma(Gy + fn.dual.u)
             r_size, one = norm(s - y), torch.ones_like(size)
-            return DualAcceleratedState(z0, evals, s, size, scale, one, False, y, y, one, r_size, r_size)
+            return DualAcceleratedState(z0, evals, size, scale, one, False, s, y, y, one, r_size, r_size)
         fields = residual_at(z0, first_value(fn, z0))
         return AcceleratedState(evals=1, **fields, before=z0, t=torch.ones_like(fields["size"]), worst=fields["size"])
 
@@ -76,7 +80,7 @@ class Accelerated(Solver):
         s = fn.dual.sigma(Gy + fn.dual.u)
         r = s - y
         size, scale, worst = fn.size(r), fn.scale(y, Gy), torch.minimum(state.worst, state.r_size)
-        return DualAcceleratedState(state.z, state.evals + 1, s, size, scale, state.trust, True, y, state.s, t, worst, norm(r))
+        return DualAcceleratedState(state.z, state.evals + 1, size, scale, state.trust, True, s, y, state.s, t, worst, norm(r))
 
     def _extrapolate(self, value: Tensor, before: Tensor, r: Tensor, t: Tensor, worse: Tensor) -> tuple[Tensor, Tensor]:
         """The next point, and t_{k+1}."""

@@ -14,7 +14,7 @@ _PATIENCE = 6  # Newton steps without a new best residual before plain steps are
 
 @dataclass(frozen=True)
 class DualNewtonState(DualState):
-    """a -> G sigma(a) + u is iterated; `gap` = G sigma(a) + u - a, and s = sigma(a + gap), one plain step further."""
+    """a -> G sigma(a) + u is iterated; `gap` = G sigma(a) + u - a."""
 
     a: Tensor
     gap: Tensor
@@ -24,15 +24,17 @@ class DualNewtonState(DualState):
     resume: Tensor  # Newton steps are allowed once |gap| is below
     idle: Tensor  # Newton steps since `best` last fell
 
+    def hidden(self, fn: DualForm) -> Tensor:
+        return fn.dual.sigma(self.a + self.gap)  # one plain step further than sigma(a), for nothing
+
 
 def begin(fn: DualForm, z0: Tensor) -> DualNewtonState:
     """The state at z0."""
-    a, s, Gs, size, scale, evals = fn.first(z0)
+    a, _, Gs, size, scale, evals = fn.first(z0)
     gap = Gs + fn.dual.u - a
     gap_size, ones, no = norm(gap), torch.ones_like(size), torch.zeros_like(size, dtype=torch.bool)
-    s = fn.dual.sigma(a + gap)
     idle = torch.zeros_like(size, dtype=torch.int32)
-    return DualNewtonState(z0, evals, s, size, scale, ones, False, a, gap, gap_size, gap_size, no, ones * torch.inf, idle)
+    return DualNewtonState(z0, evals, size, scale, ones, False, a, gap, gap_size, gap_size, no, ones * torch.inf, idle)
 
 
 def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: int) -> DualNewtonState:
@@ -47,16 +49,15 @@ def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: i
     gap_size = norm(gap)
     fell = gap_size < state.best
     refused = state.slow & ~(gap_size <= 2 * state.best)
-    s = fn.dual.sigma(a + gap)
-    size, scale = fn.size(s - p), fn.scale(p, Gp)
+    size, scale = fn.size(fn.dual.sigma(a + gap) - p), fn.scale(p, Gp)
     slow, resume, idle = _modes(state, gap_size, fell, refused)
     if refused.any():
         keep = refused[:, None]
-        a, gap, s = torch.where(keep, state.a, a), torch.where(keep, state.gap, gap), torch.where(keep, state.s, s)
+        a, gap = torch.where(keep, state.a, a), torch.where(keep, state.gap, gap)
         gap_size = torch.where(refused, state.gap_size, gap_size)
         size, scale = torch.where(refused, state.size, size), torch.where(refused, state.scale, scale)
     best, evals = torch.where(fell, gap_size, state.best), state.evals + products + 1
-    return DualNewtonState(state.z, evals, s, size, scale, state.trust, True, a, gap, gap_size, best, slow, resume, idle)
+    return DualNewtonState(state.z, evals, size, scale, state.trust, True, a, gap, gap_size, best, slow, resume, idle)
 
 
 def _modes(state: DualNewtonState, gap_size: Tensor, fell: Tensor, refused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
