@@ -168,13 +168,15 @@ def test_the_peak_of_a_train_step_does_not_grow_with_the_number_of_steps(solver:
 
 
 @pytest.mark.parametrize("solver", [None, Accelerated()], ids=["default", "Accelerated"])
-def test_a_train_step_in_the_dual_form_takes_twelve_states_at_most(solver: Solver | None) -> None:
+def test_a_train_step_in_the_dual_form_takes_about_twelve_states(solver: Solver | None) -> None:
     torch.manual_seed(0)
     batch, width = 2048, 256  # so large that W W' and what there is one of a sample are small beside a state
     cell, x = OptEq(8, width, width), torch.randn(batch, 8)
     with torch.no_grad():
-        cell.W.mul_(0.99 / torch.linalg.matrix_norm(cell.W, 2))
-    few, many = (Equilibrium(cell, solver, Stop(rtol=1e-30, max_steps=steps), on_failure="ignore") for steps in (5, 30))
+        left, right = (torch.linalg.qr(torch.randn(width, width))[0] for _ in range(2))
+        cell.W.copy_((left * torch.linspace(0.5, 0.9999, width)) @ right)  # so hard that some samples need more steps
+    few, many = (Equilibrium(cell, solver, Stop(rtol=1e-6, max_steps=steps), on_failure="ignore") for steps in (3, 7))
+    assert not many.solve(x).converged.all()
     highest = [peak(lambda layer=layer: train_step(layer, x))[0] * STATE / (4 * batch * width) for layer in (few, many)]
     assert highest[1] <= highest[0] + 0.5
-    assert highest[1] <= 12
+    assert highest[1] <= 12.5  # W W' itself is an eighth of a state

@@ -43,13 +43,17 @@ def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: i
     if state.slow.any():
         delta, products = _newton_step(fn, state, forcing, inner_steps)
     a = state.a + delta
+    del delta  # here and below: what is no longer needed makes room for what follows
     p = fn.dual.sigma(a)
     Gp = p @ fn.dual.G
-    gap = Gp + fn.dual.u - a
+    gap = (Gp + fn.dual.u).sub_(a)
     gap_size = norm(gap)
     fell = gap_size < state.best
     refused = state.slow & ~(gap_size <= 2 * state.best)
-    size, scale = fn.size(fn.dual.sigma(a + gap) - p), fn.scale(p, Gp)
+    scale = fn.scale(p, Gp)
+    del Gp
+    size = fn.size(fn.dual.sigma(a + gap) - p)
+    del p
     slow, resume, idle = _modes(state, gap_size, fell, refused)
     if refused.any():
         keep = refused[:, None]
@@ -81,10 +85,11 @@ def _newton_step(fn: DualForm, state: DualNewtonState, forcing: float, inner_ste
     rr = (r * r).sum(1)
     live, products = state.slow & (rr > forcing**2), 0
     while products < inner_steps and live.any():
-        q = root * p
+        pp, q = (p * p).sum(1), root * p
         Gq = q @ G
         products += 1
-        curvature = (p * p).sum(1) - (q * Gq).sum(1)
+        curvature = pp - q.mul_(Gq).sum(1)
+        del q
         live = live & (curvature > 0)
         length = torch.where(live, rr / curvature, 0)[:, None]
         found.addcmul_(length, Gq)

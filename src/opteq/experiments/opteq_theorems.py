@@ -1,0 +1,747 @@
+"""Theorems 1-5, Lemmas 1-3 and Corollary 1 of "Optimization induced equilibrium networks", checked numerically.
+
+An OptEq layer is f(z) = (alpha / mu) W' sigma(W z + U x + b) + (1 - alpha) z; the paper says which problem z = f(z) solves. Each
+function below takes one claim, draws small random networks in float64, and compares the equilibrium that the library finds with
+what the claim says: with random points, or with a solution by scipy that knows nothing of equilibria. `CLAIMS` has the words.
+
+Four statements of the paper are checked, or used, in a corrected form:
+
+- Theorem 4, prox form: z = f(prox_{gamma R}(z)) minimises phi plus the Moreau envelope of gamma R, not phi + gamma R.
+- Theorem 4, several layers: Phi + R(z_L) is minimised for L = 1 only. For L > 1 the gradient form adds gamma grad R(z_0) to the
+  first row of the inclusion, while the gradient of that sum would have it in the last.
+- Table 2, incay: z - gamma grad R(z) = (1 + 4 gamma / (|z|^2 + 2 eps)^2) z; the minus that is printed is a misprint.
+- Table 2, decorrelation: the gradient has I - Proj(z_i); the I + Proj(z_i) that is printed is a misprint.
+
+Run `python -m opteq.experiments.opteq_theorems --preset small --out results`. Any computer will do. Lemma 11, the gradient of SAM's
+unrolling, is left to the tests.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import numpy as np
+import torch
+from scipy.optimize import nnls  # type: ignore[import-untyped]
+from torch import Tensor, nn
+
+import opteq
+from opteq import Cell, Equilibrium, Map, Solver, Stop
+from opteq.cells import DeepOptEq, OptEq, StackedOptEq, WideOptEq
+from opteq.checks import check_integer, invalid
+from opteq.regularizers import L1, L2, Regularizer
+from opteq.solvers import SAM, Anderson, Picard
+from opteq.theory import from_feedforward, inclusion_residual, objective, recover_problem, unit_layers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["CLAIMS", "PRESETS", "Config", "figure", "main", "run"]
+
+CLAIMS = {
+    "theorem_1": "The equilibrium of a layer minimises phi, for every monotone activation; no step z <- f(z) raises phi.",
+    "table_1": "A skip connection leaves the equilibrium where it is, for all alpha in (0, 1]; it minimises the envelope of phi.",
+    "theorem_2": "The equilibrium of L layers solves the monotone inclusion 0 in dPhi(z~) + (I - P) z~, and no other point does.",
+    "corollary_1": "The equilibrium of two layers minimises h_1(z_1) + h_2(z_0) + |z_1 - z_0|^2/2.",
+    "theorem_3": "As all alpha_l tend to 0 in fixed ratios, the deep equilibrium tends to the wide one, as fast as alpha.",
+    "theorem_4_gradient": "One layer after z - gamma grad R(z) minimises phi + gamma R.",
+    "theorem_4_prox": "Corrected: one layer after prox_{gamma R} minimises phi + the envelope of gamma R, not phi + gamma R.",
+    "theorem_4_layers": "Corrected: two layers after z - gamma grad R(z) solve their inclusion, but do not minimise Phi + gamma R.",
+    "theorem_5": "Of many fixed points SAM finds the one of least R, at the rate k^-min(rho, c); the plain iteration does not.",
+    "lemma_1": "A feed-forward network is a chain of unit layers z -> W' sigma(W z + b): its outputs are the same.",
+    "lemma_2": "A feed-forward network is a deep OptEq with a linear head: its outputs are the same.",
+    "lemma_3": "The layers of a deep OptEq side by side have the equilibrium (z_1, ..., z_{L-1}, z_0).",
+}
+
+MONOTONE = ("relu", "leaky_relu", "tanh", "sigmoid", "softplus", "identity", "soft_threshold")
+DRAWN, SHOWN = ("relu", "tanh", "softplus", "soft_threshold"), 60  # the activations and the steps of the figure
+EXACT = Stop(rtol=1e-13, max_steps=20_000)
+ROUNDING, SOLVED = 1e-12, 1e-9  # relative: of sums in float64, and of two solutions of one problem
+ELSEWHERE = 1e-3  # relative: two points that differ by more than this are not the same
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes. Each claim is tried on `networks` random networks, with `samples` inputs and `points` random points a sample."""
+
+    inputs: int = 4
+    features: int = 8
+    hidden: int = 6
+    depths: tuple[int, ...] = (3, 5, 8)
+    networks: int = 2
+    samples: int = 3
+    points: int = 200
+    steps: int = 200  # of the plain iteration
+    halvings: int = 4  # of alpha, from 0.1 on
+    sam_steps: int = 3000
+
+
+PRESETS = {
+    "smoke": Config(),
+    "small": Config(10, 32, 24, networks=10, samples=8, points=1000, steps=400, halvings=7, sam_steps=30_000),
+    "paper": Config(50, 128, 96, networks=50, samples=32, points=2000, steps=1000, halvings=8, sam_steps=300_000),
+}
+
+Measured: TypeAlias = dict[str, dict[str, Any]]  # by name: the value, what it must be, and whether it is
+Series: TypeAlias = dict[str, Any]  # what the figure draws
+Result: TypeAlias = dict[str, Any]
+
+
+def at_most(value: float, limit: float) -> dict[str, Any]:
+    """A measurement that must not exceed the limit."""
+    return {"value": value, "at_most": limit, "shown": value <= limit}
+
+
+def at_least(value: float, limit: float) -> dict[str, Any]:
+    """A measurement that must reach the limit."""
+    return {"value": value, "at_least": limit, "shown": value >= limit}
+
+
+# --- random networks, and their equilibria --------------------------------------------------------------------------------------
+
+
+def randn(draw: torch.Generator, *shape: int) -> Tensor:
+    """Gaussian numbers in float64, from the generator alone."""
+    return torch.randn(*shape, generator=draw, dtype=torch.float64, device="cpu")
+
+
+def filled(cell: OptEq, W: Tensor, U: Tensor, b: Tensor) -> OptEq:
+    """The cell with these parameters."""
+    cell.W, cell.U, cell.b = nn.Parameter(W), nn.Parameter(U), nn.Parameter(b)
+    return cell
+
+
+def layer(c: Config, draw: torch.Generator, *, norm: float = 0.95, **settings: Any) -> OptEq:
+    """A random layer with L_sigma ||W||^2 = norm^2 mu: at a norm of 0.95 near the edge of Theorem 1's condition."""
+    with torch.device("meta"):  # the parameters are replaced: drawing these takes none of the caller's random numbers
+        cell = OptEq(c.inputs, c.features, c.hidden, **settings)
+    W = randn(draw, c.hidden, c.features)
+    W *= norm * math.sqrt(cell.mu / cell.activation.lipschitz) / torch.linalg.matrix_norm(W, 2)
+    return filled(cell, W, randn(draw, c.hidden, c.inputs), randn(draw, c.hidden))
+
+
+def equilibrium(cell: Cell, x: Tensor) -> Tensor:
+    """z = f(z) to rounding, or a ConvergenceError."""
+    z: Tensor = Equilibrium(cell, stop=EXACT, on_failure="raise")(x)
+    return z
+
+
+def iterates(fn: Map, solver: Solver, z0: Tensor, steps: int) -> Iterator[Tensor]:
+    """z^0, ..., z^steps."""
+    state = solver.init(fn, z0)
+    yield state.z
+    for _ in range(steps):
+        state = solver.step(fn, state)
+        yield state.z
+
+
+def relative(z: Tensor, other: Tensor) -> Tensor:
+    """|z - other| / |other| for each sample."""
+    gap: Tensor = torch.linalg.vector_norm((z - other).flatten(1), dim=1) / torch.linalg.vector_norm(other.flatten(1), dim=1)
+    return gap
+
+
+def distance(z: Tensor, other: Tensor) -> float:
+    """|z - other| / |other|, the largest of the samples."""
+    return float(relative(z, other).max())
+
+
+def separation(z: Tensor, other: Tensor) -> float:
+    """|z - other| / |other|, the smallest of the samples."""
+    return float(relative(z, other).min())
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> for each sample."""
+    return (a * b).sum(1)
+
+
+def cloud(c: Config, draw: torch.Generator, x: Tensor, *z: Tensor) -> tuple[Tensor, ...]:
+    """c.points points around each sample's z, from 1e-3 to 10 away; first the x that goes with each."""
+    scale = 10 ** (4 * torch.rand(c.points, 1, 1, generator=draw, dtype=torch.float64, device="cpu") - 3)
+    return x.repeat(c.points, 1), *((part + scale * randn(draw, c.points, *part.shape)).flatten(0, 1) for part in z)
+
+
+def least_gap(c: Config, values: Tensor, least: Tensor) -> float:
+    """The smallest of values - least over the cloud, relative to |least| where that exceeds 1."""
+    return float(((values.view(c.points, -1) - least) / least.abs().clamp_min(1)).min())
+
+
+def nonnegative_minimum(Q: Tensor, q: Tensor) -> Tensor:
+    """argmin over s >= 0 of s'Qs/2 - <q, s> for each row of q, by scipy: |C's - C^-1 q|^2/2 with Q = CC'."""
+    C = torch.linalg.cholesky(Q)
+    targets = torch.linalg.solve_triangular(C, q.T, upper=False).T
+    return torch.stack([torch.as_tensor(nnls(C.T.numpy(), target.numpy())[0]) for target in targets])
+
+
+def objective_along(cell: OptEq, x: Tensor, z0: Tensor, solver: Solver, steps: int) -> Tensor:
+    """phi(f(z^0)), ..., phi(f(z^steps)) of each sample, [steps + 1, samples]; for z <- f(z), f(z^k) = z^{k+1}."""
+    path = torch.cat(list(iterates(cell.bind(x), solver, z0, steps)))  # all at once: to bind x takes longer than to evaluate phi
+    return objective(cell, x.repeat(steps + 1, 1), path).view(steps + 1, -1)
+
+
+def curve(values: Tensor, first: int = 0) -> dict[str, list[float]]:
+    """The largest of the samples at each k = first, first + 1, ...; 0 for what is below 0 by rounding."""
+    worst = values.amax(dim=1).clamp_min(0).tolist()
+    return {"k": list(range(first, first + len(worst))), "value": worst}
+
+
+# --- Theorem 1 and Table 1: one layer -------------------------------------------------------------------------------------------
+
+
+def theorem_1(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """phi is least at z*, among points of the range of f, and z* is what scipy finds for the dual problem."""
+    gaps, far, rises, errors = [], [], [], []
+    for i in range(c.networks):
+        for name in MONOTONE:
+            cell, x = layer(c, draw, activation=name, mu=(1.0, 1.5)[i % 2]), randn(draw, c.samples, c.inputs)
+            z = equilibrium(cell, x)
+            least = objective(cell, x, z)
+            gaps.append(least_gap(c, objective(cell, *cloud(c, draw, x, z)), least))
+            far.append(float((objective(cell, x, z + randn(draw, *z.shape)) - least).min()))
+            path = objective_along(cell, x, 0 * z, Picard(), c.steps)
+            rises.append(float((path.diff(dim=0) / least.abs().clamp_min(1)).max()))
+            if name == "relu":  # its dual is a quadratic program: s >= 0, z = W's/mu
+                Q, W = torch.eye(c.hidden, dtype=torch.float64) - cell.W @ cell.W.T / cell.mu, cell.W / cell.mu
+                errors.append(distance(z, nonnegative_minimum(Q, cell.injection(x)) @ W))
+    measured = {
+        "least phi(v) - phi(z*) over random points": at_least(min(gaps), -ROUNDING),
+        "the same at distance 1, so that the test can fail": at_least(min(far), 1e-6),
+        "largest rise of phi along z <- f(z)": at_most(max(rises), ROUNDING),
+        "ReLU: distance to scipy's solution of the dual": at_most(max(errors), SOLVED),
+    }
+    return measured, {"objective": descents(c, draw)}
+
+
+def descents(c: Config, draw: torch.Generator) -> Series:
+    """phi - phi(z*) after k evaluations of f, along two iterations from 0."""
+    found = {}
+    for name in DRAWN:
+        cell, x = layer(c, draw, activation=name), randn(draw, c.samples, c.inputs)
+        z = equilibrium(cell, x)
+        for title, solver in {"plain": Picard(), "Anderson": Anderson()}.items():
+            path = objective_along(cell, x, 0 * z, solver, SHOWN)
+            found[f"{name}, {title}"] = curve(path - objective(cell, x, z), first=1)
+    return found
+
+
+def table_1(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """alpha f(z) + (1 - alpha) z has the equilibrium of f, which minimises alpha M_phi^{1-alpha}."""
+    distances, gaps = [], []
+    for i in range(c.networks):
+        cell, x = layer(c, draw, activation=MONOTONE[i % len(MONOTONE)]), randn(draw, c.samples, c.inputs)
+        z = equilibrium(cell, x)
+        for alpha in (0.9, 0.5, 0.1, 0.01):
+            cell.alpha = alpha
+            problem = recover_problem(cell)
+            distances.append(distance(equilibrium(cell, x), z))
+            gaps.append(least_gap(c, problem.value(*cloud(c, draw, x, z)), problem.value(x, z)))
+    return {
+        "distance between the equilibria of alpha < 1 and alpha = 1": at_most(max(distances), SOLVED),
+        "least excess of the envelope over random points": at_least(min(gaps), -ROUNDING),
+    }, {}
+
+
+# --- Theorem 2, Corollary 1 and Theorem 3: several layers -----------------------------------------------------------------------
+
+
+def theorem_2(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """v + (I - P) z~ = 0 at the equilibrium, where v really is in dPhi(z~): it meets the inequality of subgradients."""
+    residuals, elsewhere, slacks, series = [], [], [], {}
+    for depth in c.depths:
+        for i in range(c.networks):
+            cells = [layer(c, draw, activation=MONOTONE[j % 3], alpha=(0.5, 1.0)[i % 2]) for j in range(depth)]
+            deep, x = DeepOptEq(cells), randn(draw, c.samples, c.inputs)
+            z = equilibrium(deep, x)
+            size = torch.linalg.vector_norm(z, dim=1)
+            residuals.append(float((inclusion_residual(deep, x, z) / size).max()))
+            elsewhere.append(float((inclusion_residual(deep, x, z + 0.1 * randn(draw, *z.shape)) / size).min()))
+            slacks.append(min(subgradient_slack(c, draw, *pair) for pair in along(deep, x, z)))
+            if i == 0:
+                path = iterates(deep.bind(x), Picard(), 0 * z, SHOWN)
+                series[f"L = {depth}"] = curve(torch.stack([inclusion_residual(deep, x, y) / size for y in path]))
+    return {
+        "residual of the inclusion at equilibria": at_most(max(residuals), SOLVED),
+        "the same 0.1 away, so that the test can fail": at_least(min(elsewhere), ELSEWHERE),
+        "least slack of the inequality of subgradients": at_least(min(slacks), -ROUNDING),
+    }, {"inclusion": series}
+
+
+def along(deep: DeepOptEq, x: Tensor, z: Tensor) -> Iterator[tuple[OptEq, Tensor, Tensor]]:
+    """Each layer with x and what goes into it, z_{l-1}."""
+    for cell, before in zip(deep.layers, deep.bind(x).path(z), strict=False):
+        assert isinstance(cell, OptEq)
+        yield cell, x, before
+
+
+def subgradient_slack(c: Config, draw: torch.Generator, cell: OptEq, x: Tensor, before: Tensor) -> float:
+    """The least h(w) - h(v) - <z_{l-1} - v, w - v> over random w, v = f_l(z_{l-1}) and h = alpha M_phi^{1-alpha} of the layer."""
+    problem = recover_problem(cell)
+    (v,), at = problem.point(x, before), problem.value(x, before)
+    xs, y = cloud(c, draw, x, before)
+    (w,) = problem.point(xs, y)
+    rise = dot((before - v).repeat(c.points, 1), w - v.repeat(c.points, 1))
+    return least_gap(c, problem.value(xs, y) - rise, at)
+
+
+def corollary_1(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """Two layers: no random point is lower, and scipy finds the same minimum at the same place."""
+    gaps, values, places = [], [], []
+    for i in range(c.networks):
+        alpha = (1.0, 0.6, 0.1)[i % 3]
+        first, second, x = layer(c, draw, alpha=alpha), layer(c, draw, alpha=alpha), randn(draw, c.samples, c.inputs)
+        deep = DeepOptEq([first, second])
+        z, problem = equilibrium(deep, x), recover_problem(deep)
+        at = problem.preimage(x, z)
+        value = problem.value(x, *at)
+        gaps.append(least_gap(c, problem.value(*cloud(c, draw, x, *at)), value))
+        z0, least = two_layers_by_scipy(first, second, x)
+        places.append(distance(z, z0))
+        values.append(float(((value - least).abs() / least.abs().clamp_min(1)).max()))
+    return {
+        "least excess of the objective over random points": at_least(min(gaps), -ROUNDING),
+        "difference to the minimum by scipy": at_most(max(values), SOLVED),
+        "distance to the minimiser by scipy": at_most(max(places), SOLVED),
+    }, {}
+
+
+def two_layers_by_scipy(first: OptEq, second: OptEq, x: Tensor, gamma: float = 0.0) -> tuple[Tensor, Tensor]:
+    """argmin over z_0 and min of Corollary 1's objective for ReLU; with gamma (and alpha = 1), plus gamma |z_0|^2/2.
+
+    By Eq. (4), phi_l(W_l's_l) = s_l'(I - W_l W_l')s_l/2 - <u_l, s_l> over s_l >= 0. With w_l = W_l's_l the minimum over (z_1, z_0)
+    is in closed form: they share the mean of (w_1, w_2) and are k (w_1 - w_2) apart, k = alpha / (2 - alpha). What is left is a
+    quadratic in (s_1, s_2) >= 0.
+    """
+    alpha, eye = float(first.alpha), torch.eye(len(first.W) + len(second.W), dtype=torch.float64)
+    k, W = alpha / (2 - alpha), torch.block_diag(first.W, second.W)
+    across = torch.cat([first.W, -second.W])
+    penalty = gamma * torch.block_diag(0 * first.W @ first.W.T, second.W @ second.W.T)
+    Q, q = (
+        alpha * (eye - W @ W.T) + k * across @ across.T + penalty,
+        alpha * torch.cat([first.injection(x), second.injection(x)], 1),
+    )
+    s = nonnegative_minimum(Q, q)
+    w1, w2 = (s @ W).chunk(2, dim=1)
+    return (w1 + w2) / 2 - k * (w1 - w2) / 2, dot(s @ Q, s) / 2 - dot(q, s)
+
+
+def theorem_3(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """Halving every alpha_l halves the distance to the wide equilibrium, which minimises a function of its own."""
+    alphas, ratios, gaps, series = [0.1 / 2**i for i in range(c.halvings + 1)], [], [], {}
+    for title, weights in {"equal": (1.0, 1.0, 1.0), "unequal": (1.0, 0.5, 0.25)}.items():
+        for name in ("relu", "tanh"):
+            cells, x = [layer(c, draw, norm=0.9, activation=name) for _ in weights], randn(draw, c.samples, c.inputs)
+            set_alphas(cells, weights, 1.0)
+            wide = WideOptEq(cells)
+            limit = equilibrium(wide, x)
+            gaps.append(least_gap(c, objective(wide, *cloud(c, draw, x, limit)), objective(wide, x, limit)))
+            distances = []
+            for alpha in alphas:
+                set_alphas(cells, weights, alpha)
+                distances.append(distance(equilibrium(DeepOptEq(cells), x), limit))
+            ratios += [a / b for a, b in pairwise(distances)]
+            series[f"{name}, {title}"] = {"alpha": alphas, "value": distances}
+    return {
+        "least ratio of distances when alpha is halved": at_least(min(ratios), 1.8),
+        "least excess of the wide objective over random points": at_least(min(gaps), -ROUNDING),
+    }, {"wide": series}
+
+
+def set_alphas(cells: Sequence[OptEq], weights: Sequence[float], alpha: float) -> None:
+    """alpha_l = weight_l alpha."""
+    for cell, weight in zip(cells, weights, strict=True):
+        cell.alpha = weight * alpha
+
+
+# --- Theorem 4: regularised layers ----------------------------------------------------------------------------------------------
+
+
+def regularized_by_scipy(cell: OptEq, x: Tensor, weight: float) -> Tensor:
+    """argmin phi(z) + weight |z|^2/2 for a ReLU layer with mu = 1: z = W's, s >= 0."""
+    G = cell.W @ cell.W.T
+    return nonnegative_minimum(torch.eye(len(G), dtype=torch.float64) - (1 - weight) * G, cell.injection(x)) @ cell.W
+
+
+def theorem_4_gradient(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """z = f(z - gamma grad R(z)) with R = |z|^2/2."""
+    errors, gaps, gamma = [], [], 0.8
+    for _ in range(c.networks):
+        cell, x = layer(c, draw), randn(draw, c.samples, c.inputs)
+        deep = DeepOptEq([cell], regularizer=L2(), gamma=gamma)
+        z = equilibrium(deep, x)
+        errors.append(distance(z, regularized_by_scipy(cell, x, gamma)))
+        gaps.append(excess(c, draw, deep, x, z))
+    return {
+        "distance to the minimiser of phi + gamma R by scipy": at_most(max(errors), SOLVED),
+        "least excess of phi + gamma R over random points": at_least(min(gaps), -ROUNDING),
+    }, {}
+
+
+def excess(c: Config, draw: torch.Generator, deep: DeepOptEq, x: Tensor, z: Tensor) -> float:
+    """By how much the objective of the recovered problem exceeds its value at the equilibrium, at the lowest random point."""
+    problem = recover_problem(deep)
+    (at,) = problem.preimage(x, z)
+    return least_gap(c, problem.value(*cloud(c, draw, x, at)), problem.value(x, at))
+
+
+def theorem_4_prox(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """z = f(prox_{gamma R}(z)); for R = |z|^2/2 the envelope is gamma / (1 + gamma) |z|^2/2."""
+    errors, wrong, gaps, gamma = [], [], [], 0.8
+    for _ in range(c.networks):
+        cell, x = layer(c, draw), randn(draw, c.samples, c.inputs)
+        deep = DeepOptEq([cell], regularizer=L2(), mode="prox", gamma=gamma)
+        z = equilibrium(deep, x)
+        errors.append(distance(z, regularized_by_scipy(cell, x, gamma / (1 + gamma))))
+        wrong.append(separation(z, regularized_by_scipy(cell, x, gamma)))
+        sparse = DeepOptEq([cell], regularizer=L1(), mode="prox", gamma=gamma)
+        gaps += [excess(c, draw, deep, x, z), excess(c, draw, sparse, x, equilibrium(sparse, x))]
+    return {
+        "distance to the minimiser of phi + envelope by scipy": at_most(max(errors), SOLVED),
+        "distance to the minimiser of phi + gamma R by scipy": at_least(min(wrong), ELSEWHERE),
+        "least excess of phi + envelope over random points, L2 and L1": at_least(min(gaps), -ROUNDING),
+    }, {}
+
+
+def theorem_4_layers(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """z_0 = f_2 o f_1 (z_0 - gamma grad R(z_0)) with R = |z|^2/2, against Corollary 1's objective + gamma R(z_0)."""
+    residuals, wrong, gamma = [], [], 0.8
+    for _ in range(c.networks):
+        first, second, x = layer(c, draw), layer(c, draw), randn(draw, c.samples, c.inputs)
+        deep = DeepOptEq([first, second], regularizer=L2(), gamma=gamma)
+        z = equilibrium(deep, x)
+        residuals.append(float((inclusion_residual(deep, x, z) / torch.linalg.vector_norm(z, dim=1)).max()))
+        wrong.append(separation(z, two_layers_by_scipy(first, second, x, gamma)[0]))
+    return {
+        "residual of the inclusion at equilibria": at_most(max(residuals), SOLVED),
+        "distance to the minimiser of Phi + gamma R by scipy": at_least(min(wrong), ELSEWHERE),
+    }, {}
+
+
+# --- Theorem 5: SAM -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ToTarget(Regularizer):
+    """R(z) = |z - target|^2/2: unlike |z|^2/2 it disagrees with SAM's decay of z to 0, so that all of the error is seen."""
+
+    formula: ClassVar[str] = "|z - target|^2 / 2"
+    latex: ClassVar[str] = r"\tfrac12 \|z - t\|^2"
+    convex: ClassVar[bool] = True
+    target: Tensor
+
+    @property
+    def smoothness(self) -> float | None:
+        return 1.0
+
+    def value(self, z: Tensor) -> Tensor:
+        return (z - self.target).square().sum(1) / 2
+
+    def gradient(self, z: Tensor) -> Tensor:
+        return z - self.target
+
+
+def layer_at_the_edge(c: Config, draw: torch.Generator) -> tuple[OptEq, Tensor]:
+    """A linear layer with ||W|| = 1 whose fixed points are a plane, and an orthonormal basis of its directions, as columns.
+
+    Half of the singular values of W are 1; U and b have no part in their directions, or there were no fixed point.
+    """
+    rank = min(c.features, c.hidden)
+    free = rank // 2
+    left, right = (torch.linalg.qr(randn(draw, size, rank))[0] for size in (c.hidden, c.features))
+    values = torch.cat([torch.ones(free), torch.linspace(0.1, 0.6, rank - free)]).double()
+    with torch.device("meta"):
+        cell = OptEq(c.inputs, c.features, c.hidden, activation="identity")
+    keep = torch.eye(c.hidden, dtype=torch.float64) - left[:, :free] @ left[:, :free].T
+    W, U, b = (left * values) @ right.T, keep @ randn(draw, c.hidden, c.inputs), keep @ randn(draw, c.hidden)
+    return filled(cell, W, U, b), right[:, :free]
+
+
+def theorem_5(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """The distance to the fixed point of least R, for three pairs (rho, c) and for the plain iteration."""
+    cell, plane = layer_at_the_edge(c, draw)
+    x, R = randn(draw, 1, c.inputs), ToTarget(randn(draw, c.features))
+    fn, z0 = cell.bind(x), randn(draw, 1, c.features)
+    some = fn(torch.zeros_like(z0)) @ torch.linalg.pinv(torch.eye(c.features, dtype=torch.float64) - cell.W.T @ cell.W)
+    least = some + (R.target - some) @ plane @ plane.T  # the fixed point nearest to the target
+    counts = sorted({round(k) for k in np.geomspace(1, c.sam_steps, 50)})
+    series, slopes, lower = {}, [], []
+    plain = selected(iterates(fn, Picard(), z0, c.sam_steps), counts)
+    for rho, power in ((0.5, 0.2), (0.3, 0.3), (0.2, 0.1)):
+        path = selected(iterates(fn, SAM(R, rho=rho, c=power), z0, c.sam_steps), counts)
+        errors = [distance(z, least) for z in path]
+        tail = np.log([(k, error) for k, error in zip(counts, errors, strict=True) if k >= c.sam_steps / 30])
+        slopes.append(float(np.polyfit(tail[:, 0], tail[:, 1], 1)[0]) + min(rho, power))
+        lower.append(float(R.value(path[-1]) / R.value(plain[-1])))
+        series[f"rho = {rho:g}, c = {power:g}"] = {"rate": min(rho, power), "k": counts, "value": errors}
+    series["plain"] = {"rate": 0.0, "k": counts, "value": [distance(z, least) for z in plain]}
+    return {
+        "slope of log error against log k, less -min(rho, c)": at_most(max(map(abs, slopes)), 0.12),
+        "R(SAM) / R(plain iteration)": at_most(max(lower), 0.9),
+        "distance of the plain iteration to the fixed point of least R": at_least(separation(plain[-1], least), 0.1),
+        "residual of the plain iteration: it is at a fixed point": at_most(distance(fn(plain[-1]), plain[-1]), ROUNDING),
+    }, {"sam": series}
+
+
+def selected(path: Iterator[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """The z^k with k in counts; the others are not kept."""
+    wanted = set(counts)
+    return [z for k, z in enumerate(path) if k in wanted]
+
+
+# --- Lemmas 1 to 3: other forms of the same network -----------------------------------------------------------------------------
+
+
+def feedforward(c: Config, draw: torch.Generator) -> nn.Sequential:
+    """A random network of 2 to 6 linear layers."""
+    depth = int(torch.randint(2, 7, (), generator=draw))
+    widths = torch.randint(3, 2 * c.features, (depth + 1,), generator=draw).tolist()
+    widths[0] = c.inputs
+    parts: list[nn.Module] = []
+    for i, (before, after) in enumerate(pairwise(widths)):
+        linear = nn.Linear(before, after, device="meta")
+        linear.weight, linear.bias = nn.Parameter(randn(draw, after, before) / before**0.5), nn.Parameter(randn(draw, after))
+        parts += [linear, (nn.ReLU(), nn.Tanh(), nn.LeakyReLU(0.2))[i % 3]]
+    return nn.Sequential(*parts[:-1])
+
+
+def lemma_1(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """The outputs of `unit_layers` against those of the network."""
+    errors = []
+    for _ in range(2 * c.networks):
+        net, x = feedforward(c, draw), randn(draw, c.samples, c.inputs)
+        errors.append(distance(unit_layers(net)(x), net(x)))
+    return {"worst relative error of an output": at_most(max(errors), SOLVED)}, {}
+
+
+def lemma_2(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """The outputs of `from_feedforward` against those of the network; one evaluation finds z, another confirms it."""
+    errors, evals = [], []
+    for _ in range(2 * c.networks):
+        net, x = feedforward(c, draw), randn(draw, c.samples, c.inputs)
+        deep = from_feedforward(net)
+        errors.append(distance(deep(x), net(x)))
+        assert isinstance(deep[0], Equilibrium)
+        evals.append(deep[0].solve(x).evals)
+    return {
+        "worst relative error of an output": at_most(max(errors), SOLVED),
+        "most evaluations of f": at_most(max(evals), 2),
+    }, {}
+
+
+def lemma_3(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
+    """The stacked equilibrium against the path of the deep one, and against its equation with the large matrices written out."""
+    distances, residuals, alpha = [], [], 0.7
+    for depth in c.depths:
+        cells, x = [layer(c, draw, activation="tanh", alpha=alpha) for _ in range(depth)], randn(draw, c.samples, c.inputs)
+        deep, z = DeepOptEq(cells), equilibrium(StackedOptEq(cells), x)
+        path = deep.bind(x).path(equilibrium(deep, x))
+        distances.append(distance(z, torch.stack(path[1:], dim=1)))
+        W, u = torch.block_diag(*(cell.W for cell in cells)), torch.cat([cell.injection(x) for cell in cells], dim=1)
+        P = torch.eye(depth * c.features, dtype=torch.float64).roll(c.features, dims=0)
+        shifted = z.flatten(1) @ P.T
+        right = alpha * torch.tanh(shifted @ W.T + u) @ W + (1 - alpha) * shifted
+        residuals.append(distance(right, z.flatten(1)))
+    return {
+        "distance between the stacked equilibrium and the path of the deep one": at_most(max(distances), SOLVED),
+        "residual of the stacked equation, written out": at_most(max(residuals), SOLVED),
+    }, {}
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------------------
+
+
+CHECKS: dict[str, Callable[[Config, torch.Generator], tuple[Measured, Series]]] = {
+    "theorem_1": theorem_1,
+    "table_1": table_1,
+    "theorem_2": theorem_2,
+    "corollary_1": corollary_1,
+    "theorem_3": theorem_3,
+    "theorem_4_gradient": theorem_4_gradient,
+    "theorem_4_prox": theorem_4_prox,
+    "theorem_4_layers": theorem_4_layers,
+    "theorem_5": theorem_5,
+    "lemma_1": lemma_1,
+    "lemma_2": lemma_2,
+    "lemma_3": lemma_3,
+}
+
+
+def run(preset: str = "small", *, seed: int = 0) -> Result:
+    """What was measured for each claim, its threshold, and whether it shows the claim; and the series of the figure."""
+    if preset not in PRESETS:
+        raise ValueError(invalid("run", "preset", " or ".join(map(repr, PRESETS)), preset))
+    check_integer("run", "seed", seed, 0)
+    config, claims = PRESETS[preset], {}
+    series: Series = {}
+    with torch.no_grad():
+        for i, (name, check) in enumerate(CHECKS.items()):
+            draw = torch.Generator("cpu").manual_seed(1000 * seed + i)  # its own, so that a claim can be run alone
+            measured, curves = check(config, draw)
+            claims[name] = {"claim": CLAIMS[name], "shown": all(m["shown"] for m in measured.values()), "measured": measured}
+            series |= curves
+    return {
+        "experiment": "opteq_theorems",
+        "preset": preset,
+        "config": asdict(config),
+        "seed": seed,
+        "versions": {"opteq": opteq.__version__, "torch": torch.__version__},
+        "threads": torch.get_num_threads(),
+        "claims": claims,
+        "series": series,
+    }
+
+
+# --- the figure -----------------------------------------------------------------------------------------------------------------
+
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")  # of Okabe and Ito: told apart by the colour-blind, too
+STYLE: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "legend.handlelength": 1.8,
+    "legend.columnspacing": 1.0,
+    "lines.linewidth": 1.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "grid.linewidth": 0.4,
+    "grid.color": "#dddddd",
+    "svg.hashsalt": "opteq",  # the same file at every run
+}
+
+
+def figure(result: Result, path: str | Path) -> None:
+    """Draw the four series of a result; the suffix of the path tells the format, .png or .svg."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    series, path = result["series"], Path(path)
+    with matplotlib.rc_context(STYLE):
+        page = Figure(figsize=(5.5, 5.8), layout="constrained")
+        FigureCanvasAgg(page)
+        (a, b), (c, d) = page.subplots(2, 2)
+        draw_objective(a, series["objective"])
+        draw_inclusion(b, series["inclusion"])
+        draw_wide(c, series["wide"])
+        draw_sam(d, series["sam"])
+        for axes in (a, b, c, d):
+            axes.grid(visible=True)
+            axes.set_axisbelow(True)
+            columns = 3 if axes is b else 2
+            axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=columns)  # below, where it can hide no data
+        path.parent.mkdir(parents=True, exist_ok=True)
+        page.savefig(path, dpi=250, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def draw_objective(axes: "Axes", series: Series) -> None:
+    """phi - phi(z*) against the evaluations: a colour for each activation, dashed for Anderson."""
+    for i, name in enumerate(DRAWN):
+        for title, line in {"plain": "-", "Anderson": "--"}.items():
+            data = series[f"{name}, {title}"]
+            axes.semilogy(data["k"], data["value"], line, color=COLOURS[i])
+        axes.plot([], [], color=COLOURS[i], label=name.replace("_", " "))
+    axes.plot([], [], "-", color="grey", label=r"$z \leftarrow f(z)$")
+    axes.plot([], [], "--", color="grey", label="Anderson")
+    axes.set(xlim=(0, SHOWN), ylim=(1e-11, None), xlabel=r"evaluations of $f$, $k$", ylabel=r"$\varphi(z^k) - \varphi(z^*)$")
+    axes.set_title("(a) Theorem 1: objective", loc="left")
+
+
+def draw_inclusion(axes: "Axes", series: Series) -> None:
+    """The residual of the inclusion against k, for each depth."""
+    for colour, (title, data) in zip(COLOURS, series.items(), strict=False):
+        axes.semilogy(data["k"], data["value"], color=colour, label=f"${title}$")
+    axes.set(
+        xlim=(0, SHOWN / 2),
+        ylim=(1e-14, None),
+        xlabel=r"step $k$ of $z \leftarrow f(z)$",
+        ylabel=r"$\|v^k + (I - P)\,\tilde z^k\| \;/\; \|z^*\|$",
+    )
+    axes.set_title("(b) Theorem 2: inclusion", loc="left")
+
+
+def draw_wide(axes: "Axes", series: Series) -> None:
+    """The distance to the wide limit against alpha, with a line of slope 1."""
+    markers = ("o", "s", "^", "D")
+    for colour, marker, (title, data) in zip(COLOURS, markers, series.items(), strict=False):
+        label, alphas = title.replace("equal", r"equal $\alpha_l$"), np.array(data["alpha"])
+        axes.loglog(alphas, data["value"], color=colour, marker=marker, markersize=4, markerfacecolor="none", label=label)
+    lowest = min(data["value"][0] for data in series.values())
+    axes.loglog(alphas, 0.5 * lowest * alphas / alphas[0], ":", color="grey", label="slope 1")
+    axes.set(xlabel=r"$\alpha$", ylabel=r"$\|z^*_\alpha - z^*_{\mathrm{wide}}\| \;/\; \|z^*_{\mathrm{wide}}\|$")
+    axes.set_title("(c) Theorem 3: wide limit", loc="left")
+
+
+def draw_sam(axes: "Axes", series: Series) -> None:
+    """The distance to z_R, the fixed point of least R, against k; each with a line of the slope that Theorem 5 gives."""
+    for colour, (title, data) in zip(COLOURS, series.items(), strict=False):
+        ks, rate = np.array(data["k"]), data["rate"]
+        label = r"$z \leftarrow f(z)$" if title == "plain" else "$" + title.replace("rho", r"\rho").replace(", ", r",\; ") + "$"
+        axes.loglog(ks, data["value"], color=colour, label=label)
+        if rate:
+            late = ks[ks >= ks[-1] / 30]
+            axes.loglog(late, 0.85 * data["value"][-1] * (late / late[-1]) ** -rate, ":", color=colour)
+    axes.plot([], [], ":", color="grey", label=r"slope $-\min(\rho, c)$")
+    axes.set(xlabel="step $k$", ylabel=r"$\|z^k - z_R\| \;/\; \|z_R\|$")
+    axes.set_title("(d) Theorem 5: SAM's selection", loc="left")
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------------
+
+
+def rounded(value: Any) -> Any:
+    """The same with 6 significant digits."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def write(result: Result, path: Path) -> None:
+    """The result as JSON; a reader finds the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(as_json(result), encoding="utf-8")
+    os.replace(part, path)
+
+
+def as_json(result: Result) -> str:
+    """Indented, but with each list of numbers in one line."""
+    text = json.dumps(rounded(result), indent=1, allow_nan=False)
+    return re.sub(r"\[[^][{}\"]*\]", lambda match: " ".join(match[0].split()), text) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a preset and write its result and figure; 0 if every claim is shown."""
+    parser = argparse.ArgumentParser(prog="python -m opteq.experiments.opteq_theorems", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--preset", choices=list(PRESETS), default="small")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("results"), help="the folder of opteq_theorems.json")
+    parser.add_argument("--figure", type=Path, help="a .png or .svg; by default next to the JSON")
+    options = parser.parse_args(arguments)
+    begun = time.perf_counter()
+    result = run(options.preset, seed=options.seed)
+    result["seconds"] = round(time.perf_counter() - begun, 1)
+    write(result, options.out / "opteq_theorems.json")
+    figure(result, options.figure or options.out / "opteq_theorems.png")
+    for name, claim in result["claims"].items():
+        print(f"{name:20}{'shown' if claim['shown'] else 'NOT SHOWN'}")
+    return 0 if all(claim["shown"] for claim in result["claims"].values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
