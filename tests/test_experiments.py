@@ -44,7 +44,8 @@ def test_a_measurement_shows_its_threshold_and_NaN_shows_nothing(result):
             assert len({"at_most", "at_least"} & set(measured)) == 1
     for judge in (opteq_theorems.at_most, opteq_theorems.at_least):
         assert judge(1.0, 1.0)["shown"] is True
-        assert judge(math.nan, 1.0)["shown"] is False
+        for values in (math.nan, [math.nan, 1.0], [1.0, math.nan]):
+            assert judge(values, 1.0)["shown"] is False
     assert opteq_theorems.at_most(1.1, 1.0)["shown"] is opteq_theorems.at_least(0.9, 1.0)["shown"] is False
 
 
