@@ -22,13 +22,23 @@ def check_integer(owner: object, name: str, value: object, least: int) -> None:
         raise ValueError(invalid(owner, name, expected, value))
 
 
-def check_number(owner: object, name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
-    """Raise unless `value` is a real number in [low, high], or (low, high] when `open_low`; an infinite end is never included."""
-    upper = f" and <= {high:g}" if math.isfinite(high) else ""
+def check_number(
+    owner: object,
+    name: str,
+    value: object,
+    low: float,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> None:
+    """Raise unless `value` is a real number in [low, high], without an end that is `open`; an infinite end is never included."""
+    upper = f" and {'<' if open_high else '<='} {high:g}" if math.isfinite(high) else ""
     expected = f"a finite number {'>' if open_low else '>='} {low:g}{upper}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(invalid(owner, name, expected, value))
-    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+    excluded = (open_low and value == low) or (open_high and value == high)
+    if not math.isfinite(value) or value < low or value > high or excluded:
         raise ValueError(invalid(owner, name, expected, value))
 
 

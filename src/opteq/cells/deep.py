@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -175,6 +175,7 @@ class DeepOptEq(_Layers):
         self.regularizer, self.mode, self.gamma, self.evaluation = regularizer, mode, float(gamma), evaluation
         self.register_buffer("reference", None)
         self.reference: Tensor | None
+        check_instance(self, "learn_alpha", learn_alpha, bool, "a bool")
         if learn_alpha:
             for cell in self.layers:
                 _make_learnable(cell)
@@ -183,6 +184,12 @@ class DeepOptEq(_Layers):
         """Keep the batch of equilibria z as the one whose statistics R uses in eval mode, with evaluation="frozen"."""
         check_floating(self, "z", z)
         self.reference = z.detach().clone()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Make room for the reference batch of the state, whatever its size."""
+        stored = state_dict.get(f"{prefix}reference")
+        self.reference = None if stored is None else stored.detach().clone()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def bind(self, x: Tensor) -> DeepMap:
         step = self.step()
@@ -212,7 +219,8 @@ def _make_learnable(cell: OptEqCell) -> None:
     """Put a parameter in place of the constant alpha, once for a layer that is used twice."""
     if parametrize.is_parametrized(cell, "alpha"):
         return
-    alpha = torch.as_tensor(float(cell.alpha))
+    like = next(cell.parameters())
+    alpha = torch.as_tensor(cell.alpha, dtype=like.dtype, device=like.device)
     del cell.alpha
     cell.alpha = nn.Parameter(alpha)
     parametrize.register_parametrization(cell, "alpha", UnitInterval())

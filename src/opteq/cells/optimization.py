@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from torch.nn.utils import parametrize
 
 from opteq.activations import Activation, check_monotone, find_activation
-from opteq.checks import check_integer, check_number, check_shape, invalid
+from opteq.checks import check_instance, check_integer, check_number, check_shape, invalid
 from opteq.convex import ConvexMap, DualMap
 from opteq.equilibrium import Cell
 from opteq.operators import Conv, Dense, Operator, Padding, Separable
@@ -95,9 +95,8 @@ class OptEqCell(Cell):
             check_integer(self, name, size, 1)
         check_number(self, "alpha", alpha, 0.0, 1.0, open_low=True)
         check_number(self, "mu", mu, 0.0, open_low=True)
-        check_number(self, "margin", margin, 0.0, 1.0)
-        if not isinstance(constrained, bool):
-            raise TypeError(invalid(self, "constrained", "a bool", constrained))
+        check_number(self, "margin", margin, 0.0, 1.0, open_high=True)
+        check_instance(self, "constrained", constrained, bool, "a bool")
         self.sizes = sizes
         self.activation = find_activation(self, activation)
         check_monotone(self, self.activation)
@@ -122,7 +121,7 @@ class OptEqCell(Cell):
 
     def extra_repr(self) -> str:
         values = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        alpha = f"{float(self.alpha):g}"
+        alpha = f"{torch.as_tensor(self.alpha).item():g}"
         limit = f", constrained=True, margin={self.margin:g}" if self.constrained else ""
         return f"{values}, activation={self.activation.name}, alpha={alpha}, mu={self.mu:g}{limit}"
 

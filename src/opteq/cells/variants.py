@@ -54,10 +54,12 @@ class AffineOptEq(Cell):
     def __init__(self, cell: OptEq, *, orthogonal: bool = False) -> None:
         super().__init__()
         check_instance(self, "cell", cell, OptEq, "an OptEq")
+        check_instance(self, "orthogonal", orthogonal, bool, "a bool")
         self.cell, self.orthogonal = cell, orthogonal
         self.state_shape = cell.state_shape
-        self.A = nn.Parameter(torch.eye(cell.features))
-        self.t = nn.Parameter(torch.zeros(cell.features))
+        like = {"dtype": cell.b.dtype, "device": cell.b.device}
+        self.A = nn.Parameter(torch.eye(cell.features, **like))
+        self.t = nn.Parameter(torch.zeros(cell.features, **like))
         if orthogonal:
             parametrizations.orthogonal(self, "A")
 

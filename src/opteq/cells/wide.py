@@ -1,6 +1,6 @@
 """Wide OptEq: layers side by side, the limit of a deep OptEq as its steps alpha shrink."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -14,23 +14,22 @@ from opteq.solve import Jacobian, Map
 
 @dataclass(frozen=True)
 class WideMap(Map):
-    """z -> sum_l w_l f_l(z), f_l(z) = W_l' sigma(W_l z + u_l) / mu_l, the weights w_l of sum 1."""
+    """z -> sum_l w_l f_l(z), f_l(z) = W_l' sigma(W_l z + u_l) / mu_l without a skip connection, the weights w_l of sum 1."""
 
     closed: ClassVar[bool] = True
     symmetric: ClassVar[bool] = True
-    layers: tuple[OptEqMap, ...]
+    layers: tuple[Map, ...]
     weights: tuple[float | Tensor, ...]
 
     def __call__(self, z: Tensor) -> Tensor:
-        return _weighted(self.weights, [layer.plain(z) for layer in self.layers])
+        return _weighted(self.weights, [layer(z) for layer in self.layers])
 
     def linearize(self, z: Tensor) -> Jacobian:
         """J = sum_l (w_l / mu_l) W_l' D_l W_l: symmetric."""
-        slopes = [layer.sigma.derivative(layer.hidden(z)) for layer in self.layers]
+        jacobians = [layer.linearize(z) for layer in self.layers]
 
         def product(v: Tensor) -> Tensor:
-            parts = [layer.lift(slope * layer.W(v)) for layer, slope in zip(self.layers, slopes, strict=True)]
-            return _weighted(self.weights, parts)
+            return _weighted(self.weights, [jacobian.jvp(v) for jacobian in jacobians])
 
         return Jacobian(jvp=product, vjp=product, symmetric=True)
 
@@ -53,15 +52,17 @@ class WideOptEq(_Layers):
         layers = self.bound(x)
         total = sum(layer.alpha for layer in layers)
         weights = tuple(layer.alpha / total for layer in layers)
-        return _stacked(layers, weights) or WideMap(layers, weights)
+        return _stacked(layers, weights) or WideMap(tuple(replace(layer, alpha=1.0) for layer in layers), weights)
 
 
 def _stacked(layers: tuple[OptEqMap, ...], weights: tuple[float | Tensor, ...]) -> DenseOptEqMap | None:
     """One dense layer with the rows of all W_l, if all are dense, of one activation, and of one mu_l / w_l."""
-    dense = [layer.W.W for layer in layers if isinstance(layer.W, Dense)]
-    ratios = {layer.mu / weight for layer, weight in zip(layers, weights, strict=True) if not isinstance(weight, Tensor)}
-    alike = len({layer.sigma for layer in layers}) == 1 and len(ratios) == 1
-    if not alike or len(dense) < len(layers) or any(isinstance(weight, Tensor) for weight in weights):
+    dense = [layer for layer in layers if isinstance(layer, DenseOptEqMap)]
+    constant = [weight for weight in weights if not isinstance(weight, Tensor)]
+    if len(dense) < len(layers) or len(constant) < len(layers) or len({layer.sigma for layer in dense}) > 1:
         return None
-    u = torch.cat([layer.u for layer in layers], dim=1)
-    return DenseOptEqMap(Dense(torch.cat(dense)), layers[0].sigma, 1.0, ratios.pop(), u)
+    ratios = {layer.mu / weight for layer, weight in zip(dense, constant, strict=True)}
+    if len(ratios) > 1:
+        return None
+    W, u = torch.cat([layer.W.W for layer in dense]), torch.cat([layer.u for layer in dense], dim=1)
+    return DenseOptEqMap(Dense(W), dense[0].sigma, 1.0, ratios.pop(), u)

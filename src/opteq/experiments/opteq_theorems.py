@@ -56,7 +56,7 @@ CLAIMS = {
     "theorem_4_gradient": "One layer after z - gamma grad R(z) minimises phi + gamma R.",
     "theorem_4_prox": "Corrected: one layer after prox_{gamma R} minimises phi + the envelope of gamma R, not phi + gamma R.",
     "theorem_4_layers": "Corrected: two layers after z - gamma grad R(z) solve their inclusion, but do not minimise Phi + gamma R.",
-    "theorem_5": "Of many fixed points SAM finds the one of least R, at the rate k^-min(rho, c); the plain iteration does not.",
+    "theorem_5": "Of many fixed points SAM finds the one of least R, as fast as k^-min(rho, c) or faster; z <- f(z) does not.",
     "lemma_1": "A feed-forward network is a chain of unit layers z -> W' sigma(W z + b): its outputs are the same.",
     "lemma_2": "A feed-forward network is a deep OptEq with a linear head: its outputs are the same.",
     "lemma_3": "The layers of a deep OptEq side by side have the equilibrium (z_1, ..., z_{L-1}, z_0).",
@@ -71,7 +71,10 @@ ELSEWHERE = 1e-3  # relative: two points that differ by more than this are not t
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes. Each claim is tried on `networks` random networks, with `samples` inputs and `points` random points a sample."""
+    """The sizes. Most claims are tried on `networks` random networks, with `samples` inputs and `points` random points a sample.
+
+    Theorem 3 takes four networks, Theorem 5 one with one input, Lemma 3 one for each depth.
+    """
 
     inputs: int = 4
     features: int = 8
@@ -473,13 +476,14 @@ def theorem_5(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
         path = selected(iterates(fn, SAM(R, rho=rho, c=power), z0, c.sam_steps), counts)
         errors = [distance(z, least) for z in path]
         tail = np.log([(k, error) for k, error in zip(counts, errors, strict=True) if k >= c.sam_steps / 30])
-        slopes.append(abs(float(np.polyfit(tail[:, 0], tail[:, 1], 1)[0]) + min(rho, power)))
+        slopes.append(float(np.polyfit(tail[:, 0], tail[:, 1], 1)[0]) / -min(rho, power))
         nearer.append(errors[-1] / stays[-1])
         excesses.append(abs(float(R.value(path[-1]) - R.value(least))) / float(R.value(plain[-1]) - R.value(least)))
         series[f"rho = {rho:g}, c = {power:g}"] = {"rate": min(rho, power), "k": counts, "value": errors}
     series["plain"] = {"rate": 0.0, "k": counts, "value": stays}
     return {
-        "distance of the slope of log error against log k to -min(rho, c)": at_most(slopes, 0.12),
+        # a ratio, because -0.1 is too near to a slope of 0 for an absolute tolerance; above 1 is faster than the bound
+        "slope of log error against log k, over -min(rho, c)": at_least(slopes, 0.85),
         "distance of SAM to z_R, the fixed point of least R, over that of the plain iteration": at_most(nearer, 0.5),
         "|R(SAM) - R(z_R)| / (R(plain iteration) - R(z_R)), rho and c as by default": at_most(excesses[0], 0.5),
         "distance of the plain iteration to z_R": at_least(stays[-1], 0.1),

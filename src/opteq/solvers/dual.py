@@ -21,8 +21,9 @@ class DualNewtonState(DualState):
     gap_size: Tensor  # |gap|
     best: Tensor  # the smallest |gap| so far
     slow: Tensor  # bool: take Newton steps
-    resume: Tensor  # Newton steps are allowed once |gap| is below
     idle: Tensor  # Newton steps since `best` last fell
+    rest: Tensor  # plain steps still to take before the next Newton step
+    pause: Tensor  # how many the next rest will have
 
     def hidden(self, fn: DualForm) -> Tensor:
         return fn.dual.sigma(self.a + self.gap)  # one plain step further than sigma(a), for nothing
@@ -33,8 +34,8 @@ def begin(fn: DualForm, z0: Tensor) -> DualNewtonState:
     a, _, Gs, size, scale, evals = fn.first(z0)
     gap = Gs + fn.dual.u - a
     gap_size, ones, no = norm(gap), torch.ones_like(size), torch.zeros_like(size, dtype=torch.bool)
-    idle = torch.zeros_like(size, dtype=torch.int32)
-    return DualNewtonState(z0, evals, size, scale, ones, False, a, gap, gap_size, gap_size, no, ones * torch.inf, idle)
+    none = torch.zeros_like(size, dtype=torch.int32)
+    return DualNewtonState(z0, evals, size, scale, ones, False, a, gap, gap_size, gap_size, no, none, none, none + 2)
 
 
 def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: int) -> DualNewtonState:
@@ -49,28 +50,28 @@ def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: i
     gap = (Gp + fn.dual.u).sub_(a)
     gap_size = norm(gap)
     fell = gap_size < state.best
-    refused = state.slow & ~(gap_size <= 2 * state.best)
+    refused = state.slow & ~(gap_size <= 1e9 * state.best)
     scale = fn.scale(p, Gp)
     del Gp
     size = fn.size(fn.dual.sigma(a + gap) - p)
     del p
-    slow, resume, idle = _modes(state, gap_size, fell, refused)
+    modes = _modes(state, gap_size, fell, refused)
     if refused.any():
         keep = refused[:, None]
         a, gap = torch.where(keep, state.a, a), torch.where(keep, state.gap, gap)
         gap_size = torch.where(refused, state.gap_size, gap_size)
         size, scale = torch.where(refused, state.size, size), torch.where(refused, state.scale, scale)
     best, evals = torch.where(fell, gap_size, state.best), state.evals + products + 1
-    return DualNewtonState(state.z, evals, size, scale, state.trust, True, a, gap, gap_size, best, slow, resume, idle)
+    return DualNewtonState(state.z, evals, size, scale, state.trust, True, a, gap, gap_size, best, *modes)
 
 
-def _modes(state: DualNewtonState, gap_size: Tensor, fell: Tensor, refused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Who takes Newton steps next: samples that were slow, unless these steps have ceased to help."""
+def _modes(state: DualNewtonState, gap_size: Tensor, fell: Tensor, refused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Who takes Newton steps next: samples that are slow, but for a rest of ever more plain steps when these ceased to help."""
     idle = torch.where(state.slow & ~fell, state.idle + 1, 0)
     tired = refused | (idle >= _PATIENCE)
-    resume = torch.where(tired, 0.5 * state.best, torch.where(gap_size <= state.resume, torch.inf, state.resume))
-    slow = (state.slow | (gap_size > _SLOW * state.gap_size)) & ~tired & (resume == torch.inf)
-    return slow, resume, torch.where(tired, 0, idle)
+    rest = torch.where(tired, state.pause, (state.rest - 1).clamp_min(0))
+    slow = (state.slow | (state.rest > 0) | (gap_size > _SLOW * state.gap_size)) & (rest == 0)
+    return slow, torch.where(tired, 0, idle), rest, torch.where(tired, 2 * state.pause, state.pause)
 
 
 def _newton_step(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: int) -> tuple[Tensor, int]:

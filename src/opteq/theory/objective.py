@@ -86,7 +86,8 @@ def term(owner: str, fn: Map) -> Term:
     if isinstance(fn, OptEqMap):
         return Term(fn.plain, lambda y: _psi(fn, y), fn.alpha)
     if isinstance(fn, WideMap):
-        return Term(fn, lambda y: sum_of(w * _psi(layer, y) for w, layer in zip(fn.weights, fn.layers, strict=True)), 1.0)
+        parts = [term(owner, layer) for layer in fn.layers]
+        return Term(fn, lambda y: _sum(w * part.psi(y) for w, part in zip(fn.weights, parts, strict=True)), 1.0)
     if isinstance(fn, MultivariateMap):
         return Term(fn.plain, lambda y: dot(fn.hidden(y), linear(fn.hidden(y), fn.S)) / (2 * fn.mu), fn.alpha)
     if isinstance(fn, AffineMap):
@@ -101,7 +102,7 @@ def _psi(layer: OptEqMap, y: Tensor) -> Tensor:
     return flat(layer.sigma.integral(layer.hidden(y))).sum(1) / layer.mu
 
 
-def sum_of(parts: Iterable[Tensor]) -> Tensor:
+def _sum(parts: Iterable[Tensor]) -> Tensor:
     """The sum of at least one tensor."""
     first, *rest = parts
     for part in rest:
