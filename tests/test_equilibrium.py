@@ -436,7 +436,13 @@ def test_solution_says_that_all_is_well():
 
 def test_repr_tells_the_settings():
     text = repr(Equilibrium(OptEq(3, 4, 5, alpha=0.5), Anderson(memory=3)))
-    for part in ("memory=3", "rtol=0.0001", "Implicit", "on_failure='warn'", "in_features=3, features=4, hidden=5, activation=relu, alpha=0.5, mu=1"):
+    for part in (
+        "memory=3",
+        "rtol=0.0001",
+        "Implicit",
+        "on_failure='warn'",
+        "in_features=3, features=4, hidden=5, activation=relu, alpha=0.5, mu=1",
+    ):
         assert part in text
 
 

@@ -145,4 +145,5 @@ class DualState(State, ABC):
     def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
         """Only where L ||W||^2 > mu: keep the estimate from calling the loop at every step."""
         ratio = norm(fz - z) / (self.size * self.trust)[rows]
-        return replace(self, trust=self.trust.index_copy(0, rows, self.trust[rows] * ratio.clamp(1, 100)))
+        trust = (self.trust[rows] * ratio.clamp(1, 100)).clamp_max(1e4)
+        return replace(self, trust=self.trust.index_copy(0, rows, trust))

@@ -57,9 +57,9 @@ class AffineOptEq(Cell):
         check_instance(self, "orthogonal", orthogonal, bool, "a bool")
         self.cell, self.orthogonal = cell, orthogonal
         self.state_shape = cell.state_shape
-        like = {"dtype": cell.b.dtype, "device": cell.b.device}
-        self.A = nn.Parameter(torch.eye(cell.features, **like))
-        self.t = nn.Parameter(torch.zeros(cell.features, **like))
+        dtype, device = cell.b.dtype, cell.b.device
+        self.A = nn.Parameter(torch.eye(cell.features, dtype=dtype, device=device))
+        self.t = nn.Parameter(torch.zeros(cell.features, dtype=dtype, device=device))
         if orthogonal:
             parametrizations.orthogonal(self, "A")
 

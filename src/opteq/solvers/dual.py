@@ -1,6 +1,7 @@
 """Newton's method on the dual of a convex map, where the Hessian is symmetric positive definite."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from opteq.batch import norm
 from opteq.convex import DualForm, DualState
 
 _SLOW = 0.3  # a plain step that leaves more than this of the residual calls for Newton steps
+_RISE = 2.0  # a Newton step may leave this multiple of the best residual: on hard problems it first rises
+_CUTS = 8  # trials of a shorter step
 _PATIENCE = 6  # Newton steps without a new best residual before plain steps are taken again
 
 
@@ -39,36 +42,79 @@ def begin(fn: DualForm, z0: Tensor) -> DualNewtonState:
 
 
 def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: int) -> DualNewtonState:
-    """One step: plain where the residual falls fast, Newton's elsewhere; what makes a sample much worse is undone."""
+    """One step: plain where the residual falls fast, Newton's elsewhere, shortened where it makes a sample much worse."""
     delta, products = state.gap, 0
     if state.slow.any():
         delta, products = _newton_step(fn, state, forcing, inner_steps)
-    a = state.a + delta
-    del delta  # here and below: what is no longer needed makes room for what follows
+    trial = _evaluate(fn, state.a + delta)
+    worse = state.slow & ~(trial.gap_size <= _RISE * state.best)
+    stuck = torch.zeros_like(worse)
+    products += 1
+    if worse.any():
+        trial, stuck, tries = _shortened(fn, state, delta, trial, worse.nonzero()[:, 0])
+        products += tries
+    fell = trial.gap_size < state.best
+    modes = _modes(state, trial.gap_size, fell, stuck)
+    best = torch.where(fell, trial.gap_size, state.best)
+    return DualNewtonState(
+        state.z,
+        state.evals + products,
+        trial.size,
+        trial.scale,
+        state.trust,
+        True,
+        trial.a,
+        trial.gap,
+        trial.gap_size,
+        best,
+        *modes,
+    )
+
+
+class _Trial(NamedTuple):
+    """What is to be known of a point a."""
+
+    a: Tensor
+    gap: Tensor
+    gap_size: Tensor
+    size: Tensor
+    scale: Tensor
+
+    def put(self, rows: Tensor, other: "_Trial") -> "_Trial":
+        """The same with some rows taken from another."""
+        return _Trial(*(mine.index_copy(0, rows, its) for mine, its in zip(self, other, strict=True)))
+
+
+def _evaluate(fn: DualForm, a: Tensor) -> _Trial:
     p = fn.dual.sigma(a)
     Gp = p @ fn.dual.G
-    gap = (Gp + fn.dual.u).sub_(a)
-    gap_size = norm(gap)
-    fell = gap_size < state.best
-    refused = state.slow & ~(gap_size <= 1e9 * state.best)
-    scale = fn.scale(p, Gp)
-    del Gp
-    size = fn.size(fn.dual.sigma(a + gap) - p)
-    del p
-    modes = _modes(state, gap_size, fell, refused)
-    if refused.any():
-        keep = refused[:, None]
-        a, gap = torch.where(keep, state.a, a), torch.where(keep, state.gap, gap)
-        gap_size = torch.where(refused, state.gap_size, gap_size)
-        size, scale = torch.where(refused, state.size, size), torch.where(refused, state.scale, scale)
-    best, evals = torch.where(fell, gap_size, state.best), state.evals + products + 1
-    return DualNewtonState(state.z, evals, size, scale, state.trust, True, a, gap, gap_size, best, *modes)
+    gap, scale = (Gp + fn.dual.u).sub_(a), fn.scale(p, Gp)
+    del Gp  # makes room for what follows
+    return _Trial(a, gap, norm(gap), fn.size(fn.dual.sigma(a + gap) - p), scale)
 
 
-def _modes(state: DualNewtonState, gap_size: Tensor, fell: Tensor, refused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _shortened(fn: DualForm, state: DualNewtonState, delta: Tensor, trial: _Trial, rows: Tensor) -> tuple[_Trial, Tensor, int]:
+    """Newton's step for some rows, cut until the residual falls; who stays where it was; and the products this took.
+
+    Along delta the residual begins to fall like 1 - t: a full step may be spoilt by kinks on the way, a short one is not.
+    """
+    stuck, tries, length = torch.zeros_like(state.slow), 0, 1.0
+    while rows.numel() and tries < _CUTS:
+        tries, length = tries + 1, length / 5
+        found = _evaluate(fn.select(rows), state.a[rows] + length * delta[rows])
+        good = found.gap_size <= (1 - 0.1 * length) * state.gap_size[rows]
+        taken = good.nonzero()[:, 0]
+        trial = trial.put(rows[taken], _Trial(*(part[taken] for part in found)))
+        rows = rows[~good]
+    old = _Trial(state.a, state.gap, state.gap_size, state.size, state.scale)
+    trial = trial.put(rows, _Trial(*(part[rows] for part in old)))
+    return trial, stuck.index_fill(0, rows, True), tries
+
+
+def _modes(state: DualNewtonState, gap_size: Tensor, fell: Tensor, stuck: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Who takes Newton steps next: samples that are slow, but for a rest of ever more plain steps when these ceased to help."""
     idle = torch.where(state.slow & ~fell, state.idle + 1, 0)
-    tired = refused | (idle >= _PATIENCE)
+    tired = stuck | (idle >= _PATIENCE)
     rest = torch.where(tired, state.pause, (state.rest - 1).clamp_min(0))
     slow = (state.slow | (state.rest > 0) | (gap_size > _SLOW * state.gap_size)) & (rest == 0)
     return slow, torch.where(tired, 0, idle), rest, torch.where(tired, 2 * state.pause, state.pause)
