@@ -113,12 +113,15 @@ _EDGES: Final = [*(4.0**k for k in range(-3, 11)), math.inf]
 
 def _integrate(function: Elementwise, a: Tensor) -> Tensor:
     """int_0^a sigma(t) dt on panels that grow away from 0, so that a large |a| costs no digits; in float64."""
-    nodes, weights, edges = (torch.tensor(v, dtype=torch.float64, device=a.device) for v in (_NODES, _WEIGHTS, _EDGES))
-    wide = a.to(torch.float64).unsqueeze(-1)
-    ends = torch.cat([torch.zeros_like(wide), wide.clamp(-edges, edges)], dim=-1)
-    width = ends.diff(dim=-1)
-    t = ends[..., :-1, None] + width.unsqueeze(-1) * nodes
-    return (width * (function(t) @ weights)).sum(dim=-1).to(a.dtype)
+    nodes, weights = (torch.tensor(v, dtype=torch.float64, device=a.device) for v in (_NODES, _WEIGHTS))
+    wide = a.to(torch.float64)
+    start = total = torch.zeros_like(wide)
+    for edge in _EDGES:  # panel by panel, for the sake of memory
+        end = wide.clamp(-edge, edge)
+        width = end - start
+        total = total + width * (function(start.unsqueeze(-1) + width.unsqueeze(-1) * nodes) @ weights)
+        start = end
+    return total.to(a.dtype)
 
 
 def _conjugate(function: Elementwise, slope: Elementwise, area: Elementwise, s: Tensor) -> Tensor:
