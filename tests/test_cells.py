@@ -48,7 +48,7 @@ from opteq.cells import (
 from opteq.cells.optimization import DenseOptEqMap
 from opteq.cells.wide import WideMap
 from opteq.convex import ConvexMap
-from opteq.gradients import Implicit
+from opteq.gradients import Implicit, default_solver
 from opteq.linear import CG, GMRES
 from opteq.regularizers import HSIC, L1, L2, Decorrelation, Incay
 from opteq.solvers import Accelerated, Anderson, Newton, Picard
@@ -97,9 +97,17 @@ def assert_same(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert (error <= tolerance * size).all(), f"sample {worst}: |a - b| = {error[worst]:.2e}, |b| = {size[worst]:.2e}"
 
 
-def equilibrium_of(cell: Cell, x: Tensor, stop: Stop = TIGHT) -> Tensor:
+def equilibrium_of(cell: Cell, x: Tensor, stop: Stop = TIGHT, solver: Solver | None = None) -> Tensor:
     with torch.no_grad():
-        return layer_of(cell, stop=stop)(x)
+        return layer_of(cell, solver, stop)(x)
+
+
+def steady(cell: Cell, x: Tensor) -> Solver | None:
+    """The default solver; where that is Anderson, with a memory shorter than these states of few numbers.
+
+    n differences of n numbers are all but dependent: rounding then decides the path, and z varies as the residual allows.
+    """
+    return Anderson(memory=2) if default_solver(cell.bind(x)) == Anderson() else None
 
 
 def function_of(layer: nn.Module) -> tuple[Callable[..., Tensor], list[Tensor]]:
@@ -298,25 +306,27 @@ class IndependentCellConformance:
 
     def test_a_sample_does_not_depend_on_its_batch_mates(self, entry: Entry) -> None:
         cell, x = entry.make(), entry.x(7)
-        among = equilibrium_of(cell, x, MATES)
+        solver = steady(cell, x)
+        among = equilibrium_of(cell, x, MATES, solver)
         for i in (0, 3, 6):
-            assert_same(among[i : i + 1], equilibrium_of(cell, x[i : i + 1], MATES), 1e-12)
+            assert_same(among[i : i + 1], equilibrium_of(cell, x[i : i + 1], MATES, solver), 1e-12)
         other = x.clone()
         other[1:] = 10 * entry.x(6, seed=8)
-        assert_same(among[:1], equilibrium_of(cell, other, MATES)[:1], 1e-12)
+        assert_same(among[:1], equilibrium_of(cell, other, MATES, solver)[:1], 1e-12)
 
     def test_nonfinite_samples_are_set_aside(self, entry: Entry) -> None:
         cell, x = entry.make(), entry.x()
         spoilt, rest = x.clone(), [1, 3]
         spoilt[2].view(-1)[0] = math.nan
         spoilt[0].view(-1)[-1] = math.inf
-        solution = layer_of(cell, stop=MATES, on_failure="ignore").solve(spoilt)
+        solver = steady(cell, x)
+        solution = layer_of(cell, solver, MATES, on_failure="ignore").solve(spoilt)
         assert [s is Status.NONFINITE for s in solution.statuses] == [True, False, True, False]
         assert solution.converged[rest].all()
         assert solution.z.isfinite().all()
-        assert_same(solution.z[rest], equilibrium_of(cell, x, MATES)[rest], 1e-12)
+        assert_same(solution.z[rest], equilibrium_of(cell, x, MATES, solver)[rest], 1e-12)
         found = torch.autograd.grad(solution.z.sum(), list(cell.parameters()), materialize_grads=True)
-        wanted = torch.autograd.grad(layer_of(cell, stop=MATES)(x[rest]).sum(), list(cell.parameters()), materialize_grads=True)
+        wanted = torch.autograd.grad(layer_of(cell, solver, MATES)(x[rest]).sum(), list(cell.parameters()), materialize_grads=True)
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 

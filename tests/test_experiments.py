@@ -10,7 +10,7 @@ import torch
 from matplotlib.image import imread
 
 from opteq import experiments
-from opteq.experiments import opteq_theorems
+from opteq.experiments import _harness, opteq_theorems
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,11 +42,11 @@ def test_a_measurement_shows_its_threshold_and_NaN_shows_nothing(result):
         for measured in claim["measured"].values():
             assert math.isfinite(measured["value"])
             assert len({"at_most", "at_least"} & set(measured)) == 1
-    for judge in (opteq_theorems.at_most, opteq_theorems.at_least):
+    for judge in (_harness.at_most, _harness.at_least):
         assert judge(1.0, 1.0)["shown"] is True
         for values in (math.nan, [math.nan, 1.0], [1.0, math.nan]):
             assert judge(values, 1.0)["shown"] is False
-    assert opteq_theorems.at_most(1.1, 1.0)["shown"] is opteq_theorems.at_least(0.9, 1.0)["shown"] is False
+    assert _harness.at_most(1.1, 1.0)["shown"] is _harness.at_least(0.9, 1.0)["shown"] is False
 
 
 def test_a_wrong_equilibrium_is_noticed(monkeypatch):
@@ -117,7 +117,7 @@ def test_main_reports_a_claim_that_is_not_shown(result, tmp_path, monkeypatch, c
 
 
 def test_numbers_are_written_with_six_digits():
-    assert opteq_theorems.rounded({"a": [1 / 3, 2, True, "x"], "b": (1e-15 / 3,)}) == {
+    assert _harness.rounded({"a": [1 / 3, 2, True, "x"], "b": (1e-15 / 3,)}) == {
         "a": [0.333333, 2, True, "x"],
         "b": [3.33333e-16],
     }
@@ -131,7 +131,7 @@ def test_the_result_in_the_repository_shows_every_claim(result):
     assert all(claim["shown"] for claim in stored["claims"].values())
     assert stored["preset"] != "smoke"
     config = opteq_theorems.PRESETS[stored["preset"]]
-    assert stored["config"] == opteq_theorems.rounded(opteq_theorems.asdict(config))
+    assert stored["config"] == _harness.rounded(opteq_theorems.asdict(config))
     for name, claim in result["claims"].items():  # made by the present checks
         assert stored["claims"][name]["measured"].keys() == claim["measured"].keys()
     for suffix in ("png", "svg"):

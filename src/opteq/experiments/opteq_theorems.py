@@ -16,18 +16,13 @@ Run `python -m opteq.experiments.opteq_theorems --preset small --out results`. A
 unrolling, is left to the tests.
 """
 
-import argparse
-import json
 import math
-import os
-import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,6 +33,7 @@ import opteq
 from opteq import Cell, Equilibrium, Map, Solver, Stop
 from opteq.cells import DeepOptEq, OptEq, StackedOptEq, WideOptEq
 from opteq.checks import check_integer, invalid
+from opteq.experiments._harness import COLOURS, STYLE, Measured, Result, Series, at_least, at_most, command
 from opteq.regularizers import L1, L2, Regularizer
 from opteq.solvers import SAM, Anderson, Picard
 from opteq.theory import from_feedforward, inclusion_residual, objective, recover_problem, unit_layers
@@ -93,23 +89,6 @@ PRESETS = {
     "small": Config(10, 32, 24, networks=10, samples=8, points=1000, steps=400, halvings=7, sam_steps=30_000),
     "paper": Config(50, 128, 96, networks=20, samples=32, points=2000, steps=1000, halvings=8, sam_steps=300_000),
 }
-
-Measured: TypeAlias = dict[str, dict[str, Any]]  # by name: the value, what it must be, and whether it is
-Series: TypeAlias = dict[str, Any]  # what the figure draws
-Result: TypeAlias = dict[str, Any]
-
-
-def at_most(values: float | Sequence[float], limit: float) -> dict[str, Any]:
-    """A measurement, the largest of the values, that must not exceed the limit; NaN does."""
-    value = float(np.max(values))  # unlike max, it does not lose a NaN
-    return {"value": value, "at_most": limit, "shown": value <= limit}
-
-
-def at_least(values: float | Sequence[float], limit: float) -> dict[str, Any]:
-    """A measurement, the least of the values, that must reach the limit; NaN does not."""
-    value = float(np.min(values))
-    return {"value": value, "at_least": limit, "shown": value >= limit}
-
 
 # --- random networks, and their equilibria --------------------------------------------------------------------------------------
 
@@ -603,27 +582,6 @@ def run(preset: str = "small", *, seed: int = 0) -> Result:
 # --- the figure -----------------------------------------------------------------------------------------------------------------
 
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")  # of Okabe and Ito: told apart by the colour-blind, too
-STYLE: dict[Any, Any] = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "legend.frameon": False,
-    "legend.handlelength": 1.8,
-    "legend.columnspacing": 1.0,
-    "lines.linewidth": 1.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "grid.linewidth": 0.4,
-    "grid.color": "#dddddd",
-    "svg.hashsalt": "opteq",  # the same file at every run
-}
-
-
 def figure(result: Result, path: str | Path) -> None:
     """Draw the four series of a result; the suffix of the path tells the format, .png or .svg."""
     import matplotlib
@@ -700,48 +658,10 @@ def draw_sam(axes: "Axes", series: Series) -> None:
     axes.set_title("(d) Theorem 5: SAM's selection", loc="left")
 
 
-# --- the command ----------------------------------------------------------------------------------------------------------------
-
-
-def rounded(value: Any) -> Any:
-    """The same with 6 significant digits."""
-    if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(part) for part in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def write(result: Result, path: Path) -> None:
-    """The result as JSON; a reader finds the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(as_json(result), encoding="utf-8")
-    os.replace(part, path)
-
-
-def as_json(result: Result) -> str:
-    """Indented, but with each list of numbers in one line."""
-    text = json.dumps(rounded(result), indent=1, allow_nan=False)
-    return re.sub(r"\[[^][{}\"]*\]", lambda match: " ".join(match[0].split()), text) + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a preset and write its result and figure; 0 if every claim is shown."""
-    parser = argparse.ArgumentParser(prog="python -m opteq.experiments.opteq_theorems", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--preset", choices=list(PRESETS), default="small")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="the folder of opteq_theorems.json")
-    parser.add_argument("--figure", type=Path, help="a .png or .svg; by default next to the JSON")
-    options = parser.parse_args(arguments)
-    begun = time.perf_counter()
-    result = run(options.preset, seed=options.seed)
-    result["seconds"] = round(time.perf_counter() - begun, 1)
-    write(result, options.out / "opteq_theorems.json")
-    figure(result, options.figure or options.out / "opteq_theorems.png")
-    for name, claim in result["claims"].items():
-        print(f"{name:20}{'shown' if claim['shown'] else 'NOT SHOWN'}")
-    return 0 if all(claim["shown"] for claim in result["claims"].values()) else 1
+    about = (__doc__ or "").split("\n")[0]
+    return command("opteq_theorems", about, PRESETS, lambda preset, seed: run(preset, seed=seed), figure, arguments)
 
 
 if __name__ == "__main__":

@@ -52,9 +52,8 @@ class Anderson(Solver):
     def init(self, fn: Map, z0: Tensor) -> AndersonState:
         fields = residual_at(z0, first_value(fn, z0))
         batch, n = flat(z0).shape
-        memory = max(1, min(self.memory, n - 1))  # n differences of n numbers are all but dependent: rounding would decide
-        dR, dG = z0.new_empty(batch, memory, n), z0.new_empty(batch, memory, n)
-        gram = z0.new_zeros(batch, memory, memory)
+        dR, dG = z0.new_empty(batch, self.memory, n), z0.new_empty(batch, self.memory, n)
+        gram = z0.new_zeros(batch, self.memory, self.memory)
         return AndersonState(evals=1, **fields, dR=dR, dG=dG, gram=gram, best=fields["size"], slot=0, used=0)
 
     def step(self, fn: Map, state: State) -> AndersonState:
@@ -86,8 +85,7 @@ class Anderson(Solver):
 
     def _remember(self, state: AndersonState, fields: dict[str, Tensor]) -> AndersonState:
         """The next state: overwrite the oldest difference, and empty the history of samples that got much worse."""
-        size, slot, memory = fields["size"], state.slot, state.gram.shape[1]
-        used = min(state.used + 1, memory)
+        size, slot, used = fields["size"], state.slot, min(state.used + 1, self.memory)
         dr, dg = state.dR[:, slot], state.dG[:, slot]
         torch.sub(flat(fields["r"]), flat(state.r), out=dr)
         dg.add_(dr, alpha=self.mixing)
@@ -104,4 +102,4 @@ class Anderson(Solver):
             for tensor in (state.dR, state.dG, state.gram):
                 tensor[rows] = 0
         best = torch.where(worse, size, torch.minimum(state.best, size))
-        return replace(state, evals=state.evals + 1, **fields, best=best, slot=(slot + 1) % memory, used=used)
+        return replace(state, evals=state.evals + 1, **fields, best=best, slot=(slot + 1) % self.memory, used=used)
