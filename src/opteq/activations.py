@@ -338,15 +338,17 @@ _TABLE: Final = {
 }
 
 
-def find_activation(owner: object, given: str | Activation) -> Activation:
-    """The activation of that name, or the one given."""
-    if isinstance(given, Activation):
-        return given
-    if not isinstance(given, str):
+def find_activation(owner: object, given: str | Activation, *, monotone: bool = False) -> Activation:
+    """The activation of that name, or the one given; `monotone` asks for Assumption 1."""
+    if not isinstance(given, (str, Activation)):
         raise TypeError(invalid(owner, "activation", "a name or an Activation", given))
-    if given not in _TABLE:
-        raise ValueError(invalid(owner, "activation", f"one of {', '.join(map(repr, _TABLE))}, or an Activation", given))
-    return _TABLE[given]
+    if isinstance(given, str) and given not in _TABLE:
+        names = ", ".join(repr(a.name) for a in _TABLE.values() if a.monotone or not monotone)
+        raise ValueError(invalid(owner, "activation", f"one of {names}, or an Activation", given))
+    found = _TABLE[given] if isinstance(given, str) else given
+    if monotone:
+        check_monotone(owner, found)
+    return found
 
 
 def check_monotone(owner: object, activation: Activation) -> None:

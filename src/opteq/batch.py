@@ -35,6 +35,11 @@ def per_sample_like(values: Tensor, z: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (z.ndim - 1))
 
 
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> for each sample."""
+    return flat(a * b).sum(1)
+
+
 def dots(rows: Tensor, v: Tensor) -> Tensor:
     """<rows_j, v> for each sample: [batch, j, n], [batch, n] -> [batch, j]."""
     return torch.bmm(v[:, None], rows.transpose(1, 2))[:, 0]  # eight times as fast as rows @ v on CPU

@@ -116,7 +116,8 @@ def _refuse(message: str, *call: object) -> None:
 class Equilibrium(nn.Module):
     """x -> z with z = f(z, x), f given by a cell. Works like any module: nn.Sequential, torch.func, double backward.
 
-    `solver`: a Solver; None takes Anderson(). `stop`: the tolerance of each sample. `gradient`: Implicit() (exact) by default.
+    `solver`: a Solver; None takes Newton on the dual for dense OptEq layers, and Anderson for other maps.
+    `stop`: the tolerance of each sample. `gradient`: Implicit() (exact) by default.
     `on_failure`: what to do about samples that do not converge, forward or backward: "warn", "raise" or "ignore".
     """
 
@@ -143,7 +144,7 @@ class Equilibrium(nn.Module):
         self.on_failure: OnFailure = on_failure
 
     def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
-        """The equilibrium of every sample of x, begun at z0 (default: the cell's `initial`)."""
+        """The equilibrium of every sample of x, begun at z0 (default: the cell's `initial`), a constant for derivatives."""
         return self.solve(x, z0).z
 
     def solve(self, x: Tensor, z0: Tensor | None = None) -> Solution:
@@ -164,8 +165,7 @@ class Equilibrium(nn.Module):
         start = self._start(x, z0)
         if not all_finite(underlying(x)):
             x, start = _set_aside(x, start)
-        fn = self.cell.bind(x)
-        fn = fn.replace_leaves(lambda leaf: leaf.tensor.to(start.dtype) if leaf.tensor.is_floating_point() else leaf.tensor)
+        fn = self.cell.bind(x).to(start.dtype)
         with _refusing_layers(self.cell):
             return self.gradient.attach(fn, start, self.solver, self.stop, _Policy(self.on_failure))
 

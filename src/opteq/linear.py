@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from opteq.batch import at_least_single, combine, dots, flat, norm, per_sample_like
+from opteq.batch import at_least_single, combine, dot, dots, flat, norm, per_sample_like
 from opteq.checks import check_integer
 from opteq.solve import Jacobian, Map, Solver, State, per_sample
 
@@ -42,6 +42,10 @@ class LinearizedMap(Map):
     @property
     def independent(self) -> bool:  # type: ignore[override]
         return self.base.independent
+
+    @property
+    def coupled(self) -> bool:  # type: ignore[override]
+        return self.base.coupled
 
     @cached_property
     def jacobian(self) -> Jacobian:
@@ -81,10 +85,6 @@ def _start(fn: LinearizedMap, v0: Tensor) -> tuple[Tensor, int]:
     return (fn(v0) - v0, 1) if v0.any() else (fn.g, 0)
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return flat(a * b).sum(1)
-
-
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b where b > 0, else 0."""
     return torch.where(b > 0, a / b, torch.zeros_like(a))
@@ -118,7 +118,7 @@ class CGState(State):
     def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
         true = (fz - z).div_(per_sample_like(self.unit[rows], z))
         self.r[rows], self.p[rows] = true, true
-        return replace(self, rr=self.rr.index_copy(0, rows, _dot(true, true)))
+        return replace(self, rr=self.rr.index_copy(0, rows, dot(true, true)))
 
 
 @dataclass(frozen=True)
@@ -134,16 +134,16 @@ class CG(Solver):
         size = norm(r)
         unit = torch.where(size > 0, size, torch.ones_like(size))
         r = r / per_sample_like(unit, r)
-        return CGState(z0, evals, x=torch.zeros_like(r), r=r, p=r.clone(), rr=_dot(r, r), unit=unit)
+        return CGState(z0, evals, x=torch.zeros_like(r), r=r, p=r.clone(), rr=dot(r, r), unit=unit)
 
     def step(self, fn: Map, state: State) -> CGState:
         assert isinstance(state, CGState)
         x, r, p = state.x, state.r, state.p
         q = p - _linear(self, fn).product(p)
-        length = per_sample_like(_ratio(state.rr, _dot(p, q)), p)
+        length = per_sample_like(_ratio(state.rr, dot(p, q)), p)
         x.addcmul_(length, p)
         r.addcmul_(length, q, value=-1)
-        rr = _dot(r, r)
+        rr = dot(r, r)
         p.mul_(per_sample_like(_ratio(rr, state.rr), p)).add_(r)
         return replace(state, evals=state.evals + 1, rr=rr)
 

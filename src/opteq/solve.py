@@ -98,6 +98,7 @@ class Map(Tree, ABC):
     closed: ClassVar[bool] = False  # every tensor that f uses is a field
     symmetric: ClassVar[bool] = False  # J = J' at every z
     independent: ClassVar[bool] = True  # f acts on each sample alone, so that some samples can be solved without the others
+    coupled: ClassVar[bool] = False  # f(z) of a sample depends on the others, so that the batch is solved as a whole or not at all
 
     @abstractmethod
     def __call__(self, z: Tensor) -> Tensor:
@@ -118,6 +119,10 @@ class Map(Tree, ABC):
     def select(self, rows: Tensor) -> Self:
         """The map of some samples only."""
         return self.replace_leaves(lambda leaf: leaf.tensor.index_select(0, rows) if leaf.per_sample else leaf.tensor)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same map with its floating-point tensors in a dtype."""
+        return self.replace_leaves(lambda leaf: leaf.tensor.to(dtype) if leaf.tensor.is_floating_point() else leaf.tensor)
 
     def detach(self) -> Self:
         """The same map outside of the autograd graph."""
@@ -405,6 +410,8 @@ class _Loop:
         z = state.z
         if not state.exact:  # estimates drive, truth decides
             known = self.live & (self.meets(size, scale) | (scale > self.too_far * self.start) | last)
+            if self.fn.coupled and not known[self.live].all():
+                known = torch.zeros_like(known)
             if known.any():
                 state, z, size, scale = self.verify(state, known, size, scale)
         finite = size.isfinite() & scale.isfinite()
@@ -412,12 +419,14 @@ class _Loop:
         risen = size > 0.5 * self.peak
         growth = torch.where(self.start > 0, scale / self.start, torch.zeros_like(scale))
         good = self.live & known & finite & self.meets(size, scale)
-        if self.solver.selective and not last:
-            good = torch.zeros_like(good)
         if (good & risen).any():
             good &= ~risen | (self.meets(size, self.start) & self.turns(state, z, size, scale))
+        if (self.solver.selective and not last) or (self.fn.coupled and not good[self.live].all()):
+            good = torch.zeros_like(good)
         residual = torch.where(size > 0, size / scale, torch.zeros_like(size))
         better = self.live & known & finite & (~(residual >= self.residual[self.rows]) | self.solver.selective)
+        if self.fn.coupled:  # iterates of different steps do not go together
+            better &= ~(residual.max() >= self.residual.max())
         self.keep(good | (better & ~(risen & (growth > self.far))), z, residual)
         self.record(self.live & known, residual)
         self.steps[self.rows[self.live]] = step

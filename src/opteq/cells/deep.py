@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from opteq.batch import at_least_single
 from opteq.cells.optimization import OptEqCell, OptEqMap
 from opteq.checks import check_floating, check_instance, check_number, invalid
 from opteq.equilibrium import Cell
@@ -30,7 +31,11 @@ class RegularizedStep(Map):
 
     @property
     def independent(self) -> bool:  # type: ignore[override]
-        return not self.regularizer.couples_batch
+        return not self.coupled
+
+    @property
+    def coupled(self) -> bool:  # type: ignore[override]
+        return self.regularizer.couples_batch
 
     def __call__(self, z: Tensor) -> Tensor:
         if self.mode == "gradient":
@@ -63,6 +68,10 @@ class DeepMap(Map):
     @property
     def independent(self) -> bool:  # type: ignore[override]
         return all(layer.independent for layer in self.layers)
+
+    @property
+    def coupled(self) -> bool:  # type: ignore[override]
+        return any(layer.coupled for layer in self.layers)
 
     def path(self, z: Tensor) -> list[Tensor]:
         """z_0 = z, z_l = f_l(z_{l-1})."""
@@ -101,7 +110,7 @@ class UnitInterval(nn.Module):
 
     def right_inverse(self, alpha: Tensor) -> Tensor:
         """The a of a given alpha; an alpha of 1, which no a has, begins at 0.999."""
-        return torch.logit(alpha.clamp(1e-6, 0.999))
+        return torch.logit(at_least_single(alpha).clamp(1e-6, 0.999)).to(alpha.dtype)  # 0.999 is 1 in bfloat16
 
 
 class _Layers(Cell):
@@ -183,12 +192,15 @@ class DeepOptEq(_Layers):
     def freeze(self, z: Tensor) -> None:
         """Keep the batch of equilibria z as the one whose statistics R uses in eval mode, with evaluation="frozen"."""
         check_floating(self, "z", z)
+        size = next(self.layers[0].sizes[name] for name in ("features", "channels") if name in self.layers[0].sizes)
+        if z.ndim < 2 or z.shape[1] != size:
+            raise ValueError(invalid(self, "z", f"a batch of equilibria, of shape [batch, {size}, ...]", list(z.shape)))
         self.reference = z.detach().clone()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Make room for the reference batch of the state, whatever its size."""
         stored = state_dict.get(f"{prefix}reference")
-        self.reference = None if stored is None else stored.detach().clone()
+        self.reference = None if stored is None else stored.detach().to(next(self.parameters()), copy=True)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def bind(self, x: Tensor) -> DeepMap:
@@ -201,7 +213,7 @@ class DeepOptEq(_Layers):
         regularizer = self.regularizer
         if regularizer is None or (not self.training and self.evaluation == "none"):
             return None
-        if not self.training and self.evaluation == "frozen":
+        if not self.training and self.evaluation == "frozen" and regularizer.couples_batch:
             if self.reference is None:
                 raise RuntimeError(
                     'DeepOptEq with evaluation="frozen" has no statistics yet: call freeze(z) with a batch of equilibria.'

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils import parametrize
 
-from opteq.activations import Activation, check_monotone, find_activation
+from opteq.activations import Activation, find_activation
 from opteq.checks import check_instance, check_integer, check_number, check_shape, invalid
 from opteq.convex import ConvexMap, DualMap
 from opteq.equilibrium import Cell
@@ -80,7 +80,8 @@ class DenseOptEqMap(OptEqMap, ConvexMap):
 class OptEqCell(Cell):
     """z = (1 / mu) W' sigma(W z + U x + b): what the layers have in common; they differ in what W and U are.
 
-    `alpha` < 1 adds a skip connection, alpha f(z) + (1 - alpha) z, with the same equilibrium.
+    `alpha` < 1 adds a skip connection, alpha f(z) + (1 - alpha) z, with the same equilibrium; its residual is alpha times that
+    of f, so a small alpha asks for a tolerance that is as much smaller.
     `constrained=True` keeps L_sigma ||W||^2 <= (1 - margin) mu, with ||W|| the norm of the operator, so that the equilibrium
     exists and is unique: W is scaled down whenever it leaves that ball.
     """
@@ -98,8 +99,7 @@ class OptEqCell(Cell):
         check_number(self, "margin", margin, 0.0, 1.0, open_high=True)
         check_instance(self, "constrained", constrained, bool, "a bool")
         self.sizes = sizes
-        self.activation = find_activation(self, activation)
-        check_monotone(self, self.activation)
+        self.activation = find_activation(self, activation, monotone=True)
         self.alpha, self.mu = float(alpha), float(mu)
         self.constrained, self.margin = constrained, margin
 
@@ -194,25 +194,38 @@ def _uniform(fan_in: int, *parameters: Tensor) -> None:
 class _ImageCell(OptEqCell):
     """A layer on images: x is [batch, in_channels, height, width] and z [batch, channels, height, width]."""
 
-    in_channels: int
-    channels: int
     b: nn.Parameter
 
     def __init__(
         self,
-        sizes: dict[str, int],
-        activation: str | Activation,
-        alpha: float,
-        mu: float,
-        constrained: bool,
-        margin: float,
-        padding: Padding,
+        in_channels: int,
+        channels: int,
+        hidden: int,
+        kernel_size: int = 3,
+        *,
+        activation: str | Activation = "relu",
+        alpha: float = 1.0,
+        mu: float = 1.0,
+        constrained: bool = False,
+        margin: float = 1e-3,
+        padding: Padding = "zeros",
     ) -> None:
+        sizes = {"in_channels": in_channels, "channels": channels, "hidden": hidden, "kernel_size": kernel_size}
         super().__init__(sizes, activation, alpha, mu, constrained, margin)
         if padding not in ("zeros", "circular"):
             raise ValueError(invalid(self, "padding", "'zeros' or 'circular'", padding))
-        self.in_channels, self.channels, self.hidden = sizes["in_channels"], sizes["channels"], sizes["hidden"]
-        self.kernel_size, self.padding = sizes["kernel_size"], padding
+        self.in_channels, self.channels, self.hidden = in_channels, channels, hidden
+        self.kernel_size, self.padding = kernel_size, padding
+        self._make_parameters()
+        self.reset_parameters()
+
+    @abstractmethod
+    def _make_parameters(self) -> None:
+        """Register W, U and b, empty."""
+
+    @abstractmethod
+    def reset_parameters(self) -> None:
+        """Draw W of norm about 1/2 as an operator, U and b as nn.Conv2d does."""
 
     def initial(self, x: Tensor) -> Tensor:
         self._check_image(x)
@@ -240,31 +253,16 @@ class ConvOptEq(_ImageCell):
     Optimization induced equilibrium networks, Section 7.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        channels: int,
-        hidden: int,
-        kernel_size: int = 3,
-        *,
-        activation: str | Activation = "relu",
-        alpha: float = 1.0,
-        mu: float = 1.0,
-        constrained: bool = False,
-        margin: float = 1e-3,
-        padding: Padding = "zeros",
-    ) -> None:
-        sizes = {"in_channels": in_channels, "channels": channels, "hidden": hidden, "kernel_size": kernel_size}
-        super().__init__(sizes, activation, alpha, mu, constrained, margin, padding)
-        self.W = nn.Parameter(torch.empty(hidden, channels, kernel_size, kernel_size))
-        self.U = nn.Parameter(torch.empty(hidden, in_channels, kernel_size, kernel_size))
-        self.b = nn.Parameter(torch.empty(hidden))
-        self.reset_parameters()
-        if constrained:
-            parametrize.register_parametrization(self, "W", NormBall(self.norm_limit, _Kernel(padding)))
+    def _make_parameters(self) -> None:
+        size = (self.kernel_size, self.kernel_size)
+        self.W = nn.Parameter(torch.empty(self.hidden, self.channels, *size))
+        self.U = nn.Parameter(torch.empty(self.hidden, self.in_channels, *size))
+        self.b = nn.Parameter(torch.empty(self.hidden))
+        if self.constrained:
+            nn.init.zeros_(self.W)  # reading an empty W through its constraint would look at garbage
+            parametrize.register_parametrization(self, "W", NormBall(self.norm_limit, _Kernel(self.padding)))
 
     def reset_parameters(self) -> None:
-        """Draw W of norm about 1/2 as an operator, U and b as nn.Conv2d does."""
         _draw(self, _half_norm(self.hidden, self.channels) / self.kernel_size)  # k^2 Gaussian matrices add up at each frequency
         _uniform(self.in_channels * self.kernel_size**2, self.U, self.b)
 
@@ -292,31 +290,15 @@ class DepthwiseOptEq(_ImageCell):
     b [hidden]. `constrained=True` scales W2 as it is used. Optimization induced equilibrium networks, Section 7.4.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        channels: int,
-        hidden: int,
-        kernel_size: int = 3,
-        *,
-        activation: str | Activation = "relu",
-        alpha: float = 1.0,
-        mu: float = 1.0,
-        constrained: bool = False,
-        margin: float = 1e-3,
-        padding: Padding = "zeros",
-    ) -> None:
-        sizes = {"in_channels": in_channels, "channels": channels, "hidden": hidden, "kernel_size": kernel_size}
-        super().__init__(sizes, activation, alpha, mu, constrained, margin, padding)
-        self.W1 = nn.Parameter(torch.empty(channels, 1, kernel_size, kernel_size))
-        self.W2 = nn.Parameter(torch.empty(hidden, channels, 1, 1))
-        self.U1 = nn.Parameter(torch.empty(in_channels, 1, kernel_size, kernel_size))
-        self.U2 = nn.Parameter(torch.empty(hidden, in_channels, 1, 1))
-        self.b = nn.Parameter(torch.empty(hidden))
-        self.reset_parameters()
+    def _make_parameters(self) -> None:
+        size = (self.kernel_size, self.kernel_size)
+        self.W1 = nn.Parameter(torch.empty(self.channels, 1, *size))
+        self.W2 = nn.Parameter(torch.empty(self.hidden, self.channels, 1, 1))
+        self.U1 = nn.Parameter(torch.empty(self.in_channels, 1, *size))
+        self.U2 = nn.Parameter(torch.empty(self.hidden, self.in_channels, 1, 1))
+        self.b = nn.Parameter(torch.empty(self.hidden))
 
     def reset_parameters(self) -> None:
-        """Draw W of norm about 1/2 as an operator, U and b as nn.Conv2d does."""
         nn.init.normal_(self.W1, std=1 / self.kernel_size)
         nn.init.normal_(self.W2, std=_half_norm(self.hidden, self.channels))
         with torch.no_grad():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, parametrize
 
+from opteq.batch import at_least_single
 from opteq.cells.optimization import OptEq, OptEqMap, blend
 from opteq.checks import check_instance, invalid
 from opteq.equilibrium import Cell
@@ -66,7 +67,7 @@ class AffineOptEq(Cell):
     def bind(self, x: Tensor) -> AffineMap:
         dtype = self.promoted(x)
         A = self.A.to(dtype)
-        inverse = A.T if self.orthogonal else torch.linalg.inv(A)
+        inverse = A.T if self.orthogonal else torch.linalg.inv(at_least_single(A)).to(dtype)
         return AffineMap(self.cell.bind(x.to(dtype)), A, inverse, self.t.to(dtype), self.orthogonal)
 
 
@@ -106,9 +107,10 @@ class Contraction(nn.Module):
     """S = I - (I + M M')^-1: symmetric, 0 <= S < I."""
 
     def forward(self, M: Tensor) -> Tensor:
-        eye = torch.eye(M.shape[0], dtype=M.dtype, device=M.device)
-        S: Tensor = eye - torch.linalg.inv(eye + M @ M.T)
-        return (S + S.T) / 2
+        wide = at_least_single(M)
+        eye = torch.eye(M.shape[0], dtype=wide.dtype, device=M.device)
+        S: Tensor = eye - torch.linalg.inv(eye + wide @ wide.T)
+        return ((S + S.T) / 2).to(M.dtype)
 
     def right_inverse(self, S: Tensor) -> Tensor:
         """M = (S (I - S)^-1)^1/2; eigenvalues of S at 1 begin just below."""

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import opteq
 from opteq import Cell, Equilibrium, Map, Solver, Stop
+from opteq.batch import dot
 from opteq.cells import DeepOptEq, OptEq, StackedOptEq, WideOptEq
 from opteq.checks import check_integer, invalid
 from opteq.experiments._harness import COLOURS, STYLE, Measured, Result, Series, at_least, at_most, command
@@ -137,11 +138,6 @@ def per_size(length: Tensor, z: Tensor) -> Tensor:
 def distance(z: Tensor, other: Tensor) -> float:
     """|z - other| / |other|, the largest of the samples."""
     return float(per_size(torch.linalg.vector_norm((z - other).flatten(1), dim=1), other).max())
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """<a, b> for each sample."""
-    return (a * b).sum(1)
 
 
 def evaluate(value: Callable[..., Tensor], x: Tensor, *points: Tensor) -> Tensor:

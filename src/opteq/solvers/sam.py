@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -47,11 +48,11 @@ class SAM(Solver):
         if self.gamma is not None:
             check_number(self, "gamma", self.gamma, 0.0, 1.0)
 
-    @property
+    @cached_property
     def schedule(self) -> tuple[float, float]:
         """(gamma, eta)."""
         L = self.regularizer.smoothness
-        gamma, eta = (0.1, 0.5) if L is None else (1 / (2 * L), min(math.sqrt(2 * L), L / 2, 0.5))
+        gamma, eta = (0.1, 0.5) if not L else (1 / (2 * L), min(math.sqrt(2 * L), L / 2, 0.5))
         return gamma if self.gamma is None else self.gamma, eta
 
     def init(self, fn: Map, z0: Tensor) -> SAMState:

@@ -1,5 +1,7 @@
 """The problems of `recover_problem` in words, as plain text and LaTeX."""
 
+from torch import Tensor
+
 from opteq.cells.deep import RegularizedStep
 from opteq.cells.optimization import OptEqCell
 
@@ -13,7 +15,7 @@ _SIGMA: dict[str, tuple[str, str]] = {  # sigma~*(s), as text and LaTeX
 
 def one_layer(cell: OptEqCell) -> tuple[str, str]:
     """phi and its dual; the symbols are those of the parameters."""
-    name, skip = cell.activation.name, float(cell.alpha) != 1
+    name = cell.activation.name
     known = _SIGMA.get(name)
     conjugate = f", sigma~*(s) = {known[0]}" if known else ""
     conjugate_latex = rf",\quad \tilde\sigma^*(s) = {known[1]}" if known else ""
@@ -28,10 +30,7 @@ def one_layer(cell: OptEqCell) -> tuple[str, str]:
         r"z = \tfrac1\mu W^\top s,\ s \in \arg\min_s\ \mathbf 1^\top\tilde\sigma^*(s) - \langle Ux + b, s\rangle"
         rf" - \tfrac1{{2\mu}}\|W^\top s\|^2{conjugate_latex}"
     )
-    if skip:
-        text += "; with the skip connection alpha M_phi^{1-alpha}(z), which has the same minimisers"
-        latex += r";\quad \text{with the skip connection } \alpha M_\varphi^{1-\alpha}(z)"
-    return text, latex
+    return with_skip(cell, text, latex)
 
 
 def regularized(text: str, latex: str, step: RegularizedStep) -> tuple[str, str]:
@@ -60,20 +59,39 @@ WIDE = (
     "as one layer, phi = psi* - |.|^2/2 with psi = sum_l alpha_l psi_l / sum_l alpha_l",
     r"\min_{x_1, \dots, x_L, z}\ \sum_l \alpha_l \left(\varphi_l(x_l) + \tfrac12\|x_l - z\|^2\right)",
 )
-AFFINE = (
-    "minimise over z: phi(A z + t), phi the function of the layer inside",
-    r"\min_z\ \varphi(A z + t)",
-)
-MULTIVARIATE = (
-    "minimise over z: phi(z) = psi*(z) - |z|^2/2, psi(z) = (W z + U x + b)' S (W z + U x + b)/(2 mu): a quadratic",
-    r"\min_z\ \psi^*(z) - \tfrac12\|z\|^2,\quad \psi(z) = \tfrac1{2\mu}(Wz + Ux + b)^\top S\,(Wz + Ux + b)",
-)
+
+
+def affine(cell: OptEqCell) -> tuple[str, str]:
+    """phi of the layer inside, at A z + t."""
+    text, latex = "minimise over z: phi(A z + t), phi the function of the layer inside", r"\min_z\ \varphi(A z + t)"
+    return with_skip(cell, text, latex)
+
+
+def multivariate(cell: OptEqCell) -> tuple[str, str]:
+    """A quadratic."""
+    text = "minimise over z: phi(z) = psi*(z) - |z|^2/2, psi(z) = (W z + U x + b)' S (W z + U x + b)/(2 mu): a quadratic"
+    latex = (
+        r"\min_z\ \varphi(z) = \psi^*(z) - \tfrac12\|z\|^2,\quad "
+        r"\psi(z) = \tfrac1{2\mu}(Wz + Ux + b)^\top S\,(Wz + Ux + b)"
+    )
+    return with_skip(cell, text, latex)
+
+
+def with_skip(cell: OptEqCell, text: str, latex: str) -> tuple[str, str]:
+    """What a skip connection changes."""
+    if not isinstance(cell.alpha, Tensor) and cell.alpha == 1:
+        return text, latex
+    return (
+        text + "; with the skip connection alpha M_phi^{1-alpha}, which has the same minimisers",
+        latex + r";\quad \text{with the skip connection } \alpha M_\varphi^{1-\alpha}",
+    )
 
 
 def inclusion(layers: int, step: RegularizedStep | None) -> tuple[str, str]:
     """Eq. (8), with what a regulariser really adds to it."""
+    blocks = ", ".join([*(f"z_{i}" for i in range(1, layers)), "z_0"] if layers < 4 else ["z_1", "...", f"z_{layers - 1}", "z_0"])
     text = (
-        f"find z~ = (z_1, ..., z_{layers - 1}, z_0) with 0 in dPhi(z~) + (I - P) z~, "
+        f"find z~ = ({blocks}) with 0 in dPhi(z~) + (I - P) z~, "
         "Phi(z~) = sum_l alpha_l M_phi_l^{1-alpha_l}(z_l), P the cyclic shift of the blocks"
     )
     latex = (

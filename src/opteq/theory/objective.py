@@ -5,59 +5,72 @@ only near the range of f, so phi is evaluated at points given by their pre-image
 psi*(v) = <y, v> - psi(y), and y - v is a subgradient of phi.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from opteq.batch import flat, norm
+from opteq.batch import dot, flat, norm
 from opteq.cells.deep import DeepMap, DeepOptEq, StackedOptEq
 from opteq.cells.optimization import OptEqMap
 from opteq.cells.variants import AffineMap, MultivariateMap
 from opteq.cells.wide import WideMap
-from opteq.checks import invalid
+from opteq.checks import check_floating, check_instance, check_shape, invalid
 from opteq.equilibrium import Cell
 from opteq.solve import Map
 
-__all__ = ["Term", "dot", "envelope", "inclusion_residual", "objective", "term"]
+__all__ = ["Term", "bound", "envelope", "inclusion_residual", "objective", "term"]
 
 
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """<a, b> for each sample."""
-    return flat(a * b).sum(1)
+class Term(ABC):
+    """h = alpha M_phi^{1-alpha} of one layer, phi itself for alpha = 1; at points that are given by their pre-image y."""
+
+    @abstractmethod
+    def phi(self, y: Tensor) -> Tensor:
+        """phi(v) at v = f(y)."""
+
+    @abstractmethod
+    def point(self, y: Tensor) -> Tensor:
+        """v = alpha f(y) + (1 - alpha) y."""
+
+    @abstractmethod
+    def subgradient(self, y: Tensor) -> Tensor:
+        """A subgradient of h at point(y)."""
+
+    @abstractmethod
+    def envelope(self, y: Tensor) -> Tensor:
+        """h at point(y)."""
 
 
 @dataclass(frozen=True)
-class Term:
-    """phi of one layer, as the layer's f = grad psi and psi; alpha is that of the skip connection."""
+class LayerTerm(Term):
+    """The h of a layer f = grad psi."""
 
     f: Callable[[Tensor], Tensor]
     psi: Callable[[Tensor], Tensor]
     alpha: float | Tensor
 
     def phi(self, y: Tensor) -> Tensor:
-        """phi(v) at v = f(y): <y, v> - psi(y) - |v|^2 / 2."""
         v = self.f(y)
         return dot(y, v) - self.psi(y) - dot(v, v) / 2
 
     def point(self, y: Tensor) -> Tensor:
-        """v = alpha f(y) + (1 - alpha) y."""
         return self.alpha * self.f(y) + (1 - self.alpha) * y
 
     def subgradient(self, y: Tensor) -> Tensor:
-        """y - v, a subgradient of alpha M_phi^{1-alpha} at v = point(y)."""
         return y - self.point(y)
 
     def envelope(self, y: Tensor) -> Tensor:
-        """alpha M_phi^{1-alpha}(v) at v = point(y): the minimum over w of phi(w) + |w - v|^2 / (2 (1 - alpha)) is at w = f(y)."""
-        gap = y - self.f(y)
+        gap = y - self.f(y)  # the minimum over w of phi(w) + |w - v|^2 / (2 (1 - alpha)) is at w = f(y)
         return self.alpha * (self.phi(y) + (1 - self.alpha) / 2 * dot(gap, gap))
 
 
 @dataclass(frozen=True)
-class _AffineTerm(Term):
-    """phi(A z + t), at points whose pre-image is given in the coordinates of z."""
+class AffineTerm(Term):
+    """h(A z + t), h that of the layer inside."""
 
     inner: Term
     map: AffineMap
@@ -65,36 +78,49 @@ class _AffineTerm(Term):
     def phi(self, y: Tensor) -> Tensor:
         return self.inner.phi(self._inward(y))
 
-    def envelope(self, y: Tensor) -> Tensor:
-        return self.inner.envelope(self._inward(y))
-
     def point(self, y: Tensor) -> Tensor:
         return linear(self.inner.point(self._inward(y)) - self.map.t, self.map.inverse)
 
     def subgradient(self, y: Tensor) -> Tensor:
-        """A' times the subgradient at A v + t."""
         return self.inner.subgradient(self._inward(y)) @ self.map.A
+
+    def envelope(self, y: Tensor) -> Tensor:
+        return self.inner.envelope(self._inward(y))
 
     def _inward(self, y: Tensor) -> Tensor:
         return linear(y, self.map.A, self.map.t)
 
 
+def bound(owner: str, cell: Cell, x: Tensor, y: Tensor) -> Map:
+    """The cell's map at x, after a look at the arguments."""
+    check_instance(owner, "cell", cell, Cell, "a cell, such as OptEq (of an Equilibrium, its .cell)")
+    check_floating(owner, "y", y)
+    check_shape(owner, "y", y, cell.initial(x[:1]).shape[1:])
+    return cell.bind(x).to(torch.promote_types(cell.promoted(x), y.dtype))
+
+
 def term(owner: str, fn: Map) -> Term:
-    """The phi of a map that is one layer: OptEq, dense or not, wide, affine or with a multivariate activation."""
+    """The h of a map that is one layer: OptEq, dense or not, wide, affine or with a multivariate activation."""
     if isinstance(fn, DeepMap) and len(fn.layers) == 1:
         return term(owner, fn.layers[0])
-    if isinstance(fn, OptEqMap):
-        return Term(fn.plain, lambda y: _psi(fn, y), fn.alpha)
-    if isinstance(fn, WideMap):
-        parts = [term(owner, layer) for layer in fn.layers]
-        return Term(fn, lambda y: _sum(w * part.psi(y) for w, part in zip(fn.weights, parts, strict=True)), 1.0)
-    if isinstance(fn, MultivariateMap):
-        return Term(fn.plain, lambda y: dot(fn.hidden(y), linear(fn.hidden(y), fn.S)) / (2 * fn.mu), fn.alpha)
     if isinstance(fn, AffineMap):
-        inner = term(owner, fn.base)
-        return _AffineTerm(inner.f, inner.psi, inner.alpha, inner, fn)
-    expected = "one OptEq layer without a regulariser, or a wide OptEq (see recover_problem for deep and regularised ones)"
-    raise TypeError(invalid(owner, "cell", expected, type(fn).__name__))
+        return AffineTerm(term(owner, fn.base), fn)
+    found = _layer_term(fn)
+    if found is None:
+        expected = "one OptEq layer without a regulariser, or a wide OptEq (see recover_problem for deep and regularised ones)"
+        raise TypeError(invalid(owner, "cell", expected, type(fn).__name__.removesuffix("Map")))
+    return found
+
+
+def _layer_term(fn: Map) -> LayerTerm | None:
+    if isinstance(fn, OptEqMap):
+        return LayerTerm(fn.plain, lambda y: _psi(fn, y), fn.alpha)
+    if isinstance(fn, MultivariateMap):
+        return LayerTerm(fn.plain, lambda y: dot(fn.hidden(y), linear(fn.hidden(y), fn.S)) / (2 * fn.mu), fn.alpha)
+    if isinstance(fn, WideMap):
+        parts = [part for part in map(_layer_term, fn.layers) if part is not None]
+        return LayerTerm(fn, lambda y: _sum(w * part.psi(y) for w, part in zip(fn.weights, parts, strict=True)), 1.0)
+    return None
 
 
 def _psi(layer: OptEqMap, y: Tensor) -> Tensor:
@@ -116,7 +142,7 @@ def objective(cell: Cell, x: Tensor, y: Tensor) -> Tensor:
     f is the layer without its skip connection. At an equilibrium z = f(z), which minimises phi, objective(cell, x, z) is the
     minimum. Optimization induced equilibrium networks, Theorem 1.
     """
-    return term("objective", cell.bind(x)).phi(y)
+    return term("objective", bound("objective", cell, x, y)).phi(y)
 
 
 def envelope(cell: Cell, x: Tensor, y: Tensor) -> Tensor:
@@ -124,7 +150,7 @@ def envelope(cell: Cell, x: Tensor, y: Tensor) -> Tensor:
 
     M_phi^t(v) = min_w phi(w) + |w - v|^2 / (2 t). Optimization induced equilibrium networks, Table 1 and Theorem 2.
     """
-    return term("envelope", cell.bind(x)).envelope(y)
+    return term("envelope", bound("envelope", cell, x, y)).envelope(y)
 
 
 def inclusion_residual(deep: DeepOptEq | StackedOptEq, x: Tensor, z: Tensor) -> Tensor:
@@ -137,4 +163,4 @@ def inclusion_residual(deep: DeepOptEq | StackedOptEq, x: Tensor, z: Tensor) -> 
     """
     if not isinstance(deep, (DeepOptEq, StackedOptEq)):
         raise TypeError(invalid("inclusion_residual", "deep", "a DeepOptEq or a StackedOptEq", type(deep).__name__))
-    return norm(deep.bind(x)(z) - z)
+    return norm(bound("inclusion_residual", deep, x, z)(z) - z)

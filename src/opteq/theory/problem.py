@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from opteq.batch import norm
+from opteq.batch import dot, norm
 from opteq.cells.deep import DeepOptEq, RegularizedStep, StackedOptEq
 from opteq.cells.optimization import OptEqCell
 from opteq.cells.variants import AffineOptEq, MultivariateOptEq
@@ -20,8 +20,8 @@ from opteq.cells.wide import WideOptEq
 from opteq.checks import invalid
 from opteq.equilibrium import Cell
 from opteq.spectral import Evidence, operator_norm
-from opteq.theory.formulas import AFFINE, MULTIVARIATE, TWO_LAYERS, WIDE, inclusion, one_layer, regularized
-from opteq.theory.objective import Term, dot, inclusion_residual, term
+from opteq.theory.formulas import TWO_LAYERS, WIDE, affine, inclusion, multivariate, one_layer, regularized
+from opteq.theory.objective import Term, inclusion_residual, term
 
 __all__ = ["Problem", "Requirement", "recover_problem"]
 
@@ -30,12 +30,13 @@ Blocks: TypeAlias = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Requirement:
-    """One condition under which the problem is convex: lhs <= rhs."""
+    """One condition, lhs <= rhs, under which the problem is convex or the iteration for it converges."""
 
     name: str
     lhs: float
     rhs: float
     evidence: Evidence  # of lhs
+    purpose: Literal["convexity", "convergence"] = "convexity"
 
     @property
     def holds(self) -> bool:
@@ -81,13 +82,10 @@ class Problem(ABC):
     @property
     def convex(self) -> bool:
         """Whether every condition for the problem to be convex was shown to hold."""
-        return all(r.holds and r.evidence != "estimate" for r in self.requirements)
+        return all(r.holds and r.evidence != "estimate" for r in self.requirements if r.purpose == "convexity")
 
     def __str__(self) -> str:
-        lines = [
-            f"{r.name}: {r.lhs:.4g} <= {r.rhs:.4g} ({r.evidence}) {'holds' if r.holds else 'FAILS'}" for r in self.requirements
-        ]
-        return "\n".join([self.text, *lines])
+        return "\n".join([self.text, *map(str, self.requirements)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +94,7 @@ class OneLayer(Problem):
 
     def term(self, x: Tensor) -> Term:
         """phi at x."""
-        return term("recover_problem", self.cell.bind(x))
+        return term("recover_problem", self.cell.bind(x).to(self.cell.promoted(x)))
 
     def preimage(self, x: Tensor, z: Tensor) -> Blocks:
         return (z,)
@@ -113,13 +111,16 @@ class OneLayer(Problem):
 
 @dataclass(frozen=True, eq=False)
 class Regularized(OneLayer):
-    """min h(z) + gamma R(z), or with the envelope of gamma R: h is phi, or alpha M_phi^{1-alpha}. Theorem 4."""
+    """min h(z) + gamma R(z), or with the envelope of gamma R: h is phi, or alpha M_phi^{1-alpha}. Theorem 4.
+
+    An R that couples the batch has one value for all samples, which is added to the h of each.
+    """
 
     step: RegularizedStep
 
     def term(self, x: Tensor) -> Term:
         assert isinstance(self.cell, DeepOptEq)
-        return term("recover_problem", self.cell.bound(x)[0])
+        return term("recover_problem", self.cell.bound(x)[0].to(self.cell.promoted(x)))
 
     def preimage(self, x: Tensor, z: Tensor) -> Blocks:
         return (self.step(z),)
@@ -147,12 +148,11 @@ class TwoLayers(Problem):
     def terms(self, x: Tensor) -> tuple[Term, Term]:
         """phi_1 and phi_2 at x."""
         assert isinstance(self.cell, (DeepOptEq, StackedOptEq))
-        first, second = self.cell.bound(x)
+        first, second = (layer.to(self.cell.promoted(x)) for layer in self.cell.bound(x))
         return term("recover_problem", first), term("recover_problem", second)
 
     def preimage(self, x: Tensor, z: Tensor) -> Blocks:
-        z0 = z[:, -1] if isinstance(self.cell, StackedOptEq) else z
-        return z0, self.terms(x)[0].point(z0)
+        return (z[:, -1], z[:, 0]) if isinstance(self.cell, StackedOptEq) else (z, self.terms(x)[0].point(z))
 
     def point(self, x: Tensor, *y: Tensor) -> Blocks:
         return tuple(part.point(at) for part, at in zip(self.terms(x), y, strict=True))
@@ -178,7 +178,7 @@ class Inclusion(Problem):
         return (z,)
 
     def point(self, x: Tensor, *y: Tensor) -> Blocks:
-        return (self.cell.bind(x)(*y),)
+        return (self.cell.bind(x).to(self.cell.promoted(x))(*y),)
 
     def value(self, x: Tensor, *y: Tensor) -> Tensor:
         raise TypeError(f"This equilibrium solves a monotone inclusion, which minimises no function: {self.text}")
@@ -204,9 +204,9 @@ def recover_problem(cell: Cell) -> Problem:
     if isinstance(cell, WideOptEq):
         return OneLayer(cell, *WIDE, _requirements(*cell.layers))
     if isinstance(cell, AffineOptEq):
-        return OneLayer(cell, *AFFINE, _requirements(cell.cell))
+        return OneLayer(cell, *affine(cell.cell), _requirements(cell.cell))
     if isinstance(cell, MultivariateOptEq):
-        return OneLayer(cell, *MULTIVARIATE, _requirements(cell))
+        return OneLayer(cell, *multivariate(cell), _requirements(cell))
     if isinstance(cell, OptEqCell):
         return OneLayer(cell, *one_layer(cell), _requirements(cell))
     raise TypeError(invalid("recover_problem", "cell", "a cell of the OptEq family", type(cell).__name__))
@@ -244,4 +244,4 @@ def _step_requirements(step: RegularizedStep) -> tuple[Requirement, ...]:
     if step.mode == "prox":
         return (curved,)
     lhs = math.inf if smoothness is None else step.gamma * smoothness
-    return curved, Requirement("gamma L_R <= 2", lhs, 2.0, "exact")
+    return curved, Requirement("gamma L_R <= 2", lhs, 2.0, "exact", "convergence")
