@@ -1293,3 +1293,65 @@ def test_images_without_pixels_are_refused(kind):
 def test_parametrised_weights_are_listed_as_such():
     assert parametrize.is_parametrized(LAYERS["OptEq"](constrained=True), "W")
     assert not parametrize.is_parametrized(LAYERS["OptEq"]())
+
+
+@pytest.mark.parametrize("rtol", [1e-4, 1e-8])
+def test_a_coupled_batch_converges_as_a_whole(rtol):
+    """Samples of different difficulty: the residual is that of the batch that is returned, not of a mixture of iterates."""
+    torch.manual_seed(10)
+    cell = DeepOptEq([OptEq(4, 5, 6)], regularizer=Decorrelation(eps=0.1)).double()
+    scale = torch.tensor([10.0, 1, 1, 1, 1, 1, 0.1, 0.01], dtype=torch.float64)[:, None]
+    x = (torch.randn(8, 4).double() * scale).requires_grad_()
+    with record() as log:
+        solution = layer_of(cell, stop=Stop(rtol=rtol, max_steps=500)).solve(x)
+        solution.z.sum().backward()
+    fn = cell.bind(x)
+    assert fn.coupled
+    assert solution.converged.all()
+    assert len(set(solution.steps.tolist())) == 1
+    gap = (fn(solution.z) - solution.z).norm(dim=1) / fn(solution.z).norm(dim=1)
+    assert gap.max() <= rtol * (1 + 1e-6)
+    torch.testing.assert_close(solution.residual, gap.detach(), rtol=1e-6, atol=1e-15)
+    assert log[1].converged.all()
+    short = layer_of(cell, stop=Stop(rtol=rtol, max_steps=2), on_failure="ignore").solve(x)
+    gap = (fn(short.z) - short.z).norm(dim=1) / fn(short.z).norm(dim=1)
+    torch.testing.assert_close(short.residual, gap.detach(), rtol=1e-6, atol=1e-15)
+
+
+def test_half_precision_reaches_every_cell():
+    torch.manual_seed(0)
+    for cell in (AffineOptEq(OptEq(3, 4, 5)), MultivariateOptEq(3, 4, 5), DeepOptEq([OptEq(3, 4, 5).half()], learn_alpha=True)):
+        z = Equilibrium(cell.half(), stop=Stop(rtol=0.1))(torch.randn(2, 3).half())
+        assert z.dtype == torch.float16
+        assert z.isfinite().all()
+
+
+def test_a_learnt_alpha_is_finite_where_0_999_rounds_to_1():
+    deep = DeepOptEq([OptEq(3, 4, 5).bfloat16()], learn_alpha=True)
+    assert all(p.isfinite().all() for p in deep.parameters())
+    assert deep.cells[0].alpha.dtype == torch.bfloat16
+
+
+def test_a_loaded_reference_takes_the_dtype_of_the_cell():
+    frozen = DeepOptEq([dense(0)], regularizer=HSIC(1.0), evaluation="frozen")
+    frozen.freeze(random_matrix(5, FEATURES))
+    single = DeepOptEq([dense(0)], regularizer=HSIC(1.0), evaluation="frozen").float()
+    single.load_state_dict(frozen.state_dict())
+    assert single.reference is not None
+    assert single.reference.dtype == torch.float32
+
+
+def test_frozen_needs_statistics_only_where_the_batch_is_coupled():
+    cell = DeepOptEq([dense(0)], regularizer=L2(), evaluation="frozen").eval()
+    assert cell.step().regularizer == L2()
+    coupled = DeepOptEq([dense(0)], regularizer=Decorrelation(), evaluation="frozen")
+    with pytest.raises(
+        ValueError, match=rf"'z' parameter of DeepOptEq must be a batch of equilibria, of shape \[batch, {FEATURES}"
+    ):
+        coupled.freeze(torch.randn(5, FEATURES + 1))
+
+
+def test_an_unknown_activation_is_answered_with_those_that_fit():
+    with pytest.raises(ValueError, match="must be one of") as caught:
+        OptEq(3, 4, 5, activation="cube")
+    assert "gelu" not in str(caught.value)

@@ -422,3 +422,49 @@ def test_what_has_no_objective_is_refused_with_the_reason():
     with pytest.raises(TypeError, match="a DeepOptEq or a StackedOptEq"):
         inclusion_residual(layer(), x, z)
     torch.testing.assert_close(objective(DeepOptEq([layer()]), x, z), objective(layer(), x, z))
+
+
+def test_both_blocks_of_a_stacked_point_count():
+    stacked, x = StackedOptEq([layer(), layer(seed=3)]), inputs()
+    z = solved(stacked, x)
+    problem = recover_problem(stacked)
+    assert problem.residual(x, z).max() < 1e-9
+    for block in (0, 1):
+        moved = z.clone()
+        moved[:, block] += 1
+        assert problem.residual(x, moved).min() > 0.1
+
+
+def test_a_step_too_long_spoils_convergence_and_not_convexity():
+    long = recover_problem(DeepOptEq([layer()], regularizer=L2(), gamma=3.0))
+    assert long.convex
+    assert [r.purpose for r in long.requirements if not r.holds] == ["convergence"]
+    assert recover_problem(DeepOptEq([layer()], regularizer=L1())).convex
+
+
+def test_a_float32_cell_takes_float64_inputs():
+    for cell, x in ((OptEq(4, 6, 5).float(), inputs()), (ConvOptEq(3, 2, 4).float(), torch.randn(2, 3, 4, 4))):
+        z = solved(cell, x)
+        assert objective(cell, x, z).dtype == envelope(cell, x, z).dtype == torch.float64
+        assert recover_problem(cell).residual(x, z).max() < 1e-9
+
+
+def test_mistakes_are_named():
+    cell, x = layer(), inputs()
+    with pytest.raises(TypeError, match=r"'cell' parameter of objective must be a cell.*its \.cell"):
+        objective(Equilibrium(cell), x, torch.zeros(3, 6))
+    with pytest.raises(ValueError, match=r"'y' parameter of envelope must be of shape \[batch, 6\]"):
+        envelope(cell, x, torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize("make", [AffineOptEq, lambda cell: MultivariateOptEq(4, 6, 5, alpha=float(cell.alpha))])
+def test_the_statement_tells_of_a_skip_connection(make):
+    for alpha in (1.0, 0.5):
+        assert ("skip connection" in recover_problem(make(layer(alpha=alpha))).text) is (alpha < 1)
+
+
+def test_the_blocks_of_an_inclusion_are_listed():
+    cells = [layer(seed=i) for i in range(5)]
+    assert "(z_1, z_2, z_0)" in recover_problem(DeepOptEq(cells[:3])).text
+    assert "(z_1, ..., z_4, z_0)" in recover_problem(DeepOptEq(cells)).text
+    assert "(z_1, z_0)" in recover_problem(DeepOptEq(cells[:2], regularizer=L2())).text

@@ -12,7 +12,7 @@ from torch import Tensor
 from opteq import Equilibrium, Status, Stop, solve
 from opteq.cells import DeepOptEq, OptEq
 from opteq.gradients import Implicit, JacobianFree, Phantom, Unrolled
-from opteq.regularizers import L1, L2, Incay, Regularizer
+from opteq.regularizers import L1, L2, Decorrelation, Incay, Regularizer
 from opteq.solve import CallableMap
 from opteq.solvers import SAM, Anderson
 from problems import with_norm
@@ -239,3 +239,7 @@ def test_lemma_11_is_what_autograd_finds_through_the_unrolling(alpha):
             found = torch.stack([vec(row) if row.ndim == 2 else row for row in rows])
             torch.testing.assert_close(found, closed[i][name], rtol=1e-10, atol=1e-12)
             assert (found - printed[i][name]).norm() > 0.05 * found.norm()  # Eq. (18) as printed lacks 1 - beta
+
+
+def test_a_regulariser_without_curvature_takes_the_free_gamma():
+    assert SAM(Decorrelation().frozen(torch.zeros(3, 4))).schedule == (0.1, 0.5)
