@@ -1,3 +1,4 @@
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -8,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance import Log, TanhMap, distance, residual, rows_of, uneven_tanh
+from conformance import Log, TanhMap, check_honest, distance, residual, rows_of, uneven_tanh
 from opteq import Map, Solver, Status, Stop, per_sample, solve
-from opteq.linear import CG, GMRES, LinearizedMap, Neumann
-from opteq.solve import Jacobian
+from opteq.cells import OptEq
+from opteq.linear import CG, GMRES, DualCG, LinearizedMap, Neumann, linear_solver
+from opteq.solve import CallableMap, Jacobian
 from opteq.solvers import Anderson, Broyden, Newton, Picard
 
 f64 = torch.float64
@@ -386,3 +388,35 @@ def test_where_f_vanishes_the_relative_residual_is_infinite() -> None:
     found = solve(dense(-torch.ones(1, 1, 1), torch.ones(1, 1)), torch.zeros(1, 1), Neumann(), Stop(max_steps=1))
     assert found.status is Status.MAX_STEPS
     assert found.residual.item() == float("inf")
+
+
+@pytest.mark.parametrize("mu", [1.0, 2.5])
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["relu", "tanh", "sigmoid"])
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_cg_in_the_dual_solves_the_primal_system(name: str, alpha: float, mu: float, scale: float) -> None:
+    torch.manual_seed(0)
+    cell = OptEq(3, 7, 5, activation=name, alpha=alpha, mu=mu).double()
+    with torch.no_grad():
+        cell.W.mul_((0.95 * mu / cell.activation.lipschitz) ** 0.5 / torch.linalg.matrix_norm(cell.W, 2))
+    fn, z = cell.bind(torch.randn(4, 3).double()).detach(), torch.randn(4, 7).double()
+    g = scale * torch.randn(4, 7).double()
+    g[3] = 0
+    J = torch.stack([torch.func.jacrev(lambda v, i=i: fn.select(torch.tensor([i]))(v[None])[0])(z[i]) for i in range(4)])
+    exact = torch.linalg.solve(torch.eye(7).double() - J, g[:, :, None])[:, :, 0]
+    for transposed, v0 in itertools.product((False, True), (torch.zeros_like(g), scale * torch.randn(4, 7).double(), exact)):
+        equation = LinearizedMap(fn, transposed, z, g)
+        found = solve(equation, v0, DualCG(), Stop(rtol=1e-11, max_steps=200))
+        sound = torch.arange(4) < (4 if not v0.any() else 3)  # a zero solution has no relative residual but from zero
+        assert found.converged[sound].all()
+        check_honest(found, equation)
+        torch.testing.assert_close(found.z[sound], exact[sound], rtol=1e-7, atol=1e-8 * scale)
+    assert solve(equation, torch.zeros_like(g), DualCG(), Stop(rtol=1e-11)).steps[3] == 0
+
+
+def test_the_dual_needs_a_dense_layer() -> None:
+    fn = LinearizedMap(CallableMap(torch.cos), False, torch.zeros(1, 2), torch.ones(1, 2))
+    with pytest.raises(TypeError, match="DualCG needs a map that has a dual"):
+        solve(fn, torch.zeros(1, 2), DualCG())
+    assert isinstance(linear_solver(OptEq(3, 7, 5).bind(torch.zeros(1, 3))), DualCG)
+    assert type(linear_solver(OptEq(3, 2, 5).bind(torch.zeros(1, 3)))) is CG  # hidden > 2 features: W W' does not pay

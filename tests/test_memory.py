@@ -179,4 +179,4 @@ def test_a_train_step_in_the_dual_form_takes_about_twelve_states(solver: Solver 
     assert not many.solve(x).converged.all()
     highest = [peak(lambda layer=layer: train_step(layer, x))[0] * STATE / (4 * batch * width) for layer in (few, many)]
     assert highest[1] <= highest[0] + 0.5
-    assert highest[1] <= 12.5  # W W' itself is an eighth of a state
+    assert highest[1] <= 13  # W W' itself is an eighth of a state

@@ -53,6 +53,10 @@ class ConvexMap(Map):
         """W z + u, so that s = sigma(hidden(z))."""
 
     @abstractmethod
+    def project(self, z: Tensor) -> Tensor:
+        """W z."""
+
+    @abstractmethod
     def lift(self, s: Tensor) -> Tensor:
         """z = W' s / mu."""
 

@@ -57,7 +57,8 @@ class Implicit(Gradient):
     """Exact: v = J'v + dloss/dz, then one vjp through f (implicit function theorem). Memory does not grow with the steps.
 
     `stop`: for the linear solve; by default its rtol is a tenth of the forward one, but at least 50 times the precision.
-    `linear`: CG(), GMRES(), Neumann() or any solver; by default CG for symmetric Jacobians and GMRES for others.
+    `linear`: CG(), GMRES(), Neumann() or any solver; by default CG for symmetric Jacobians (in the dual for
+    dense OptEq layers) and GMRES for others.
     """
 
     stop: Stop | None = None

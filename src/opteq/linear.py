@@ -14,9 +14,10 @@ from torch import Tensor
 
 from opteq.batch import at_least_single, combine, dot, dots, flat, norm, per_sample_like
 from opteq.checks import check_integer
+from opteq.convex import ConvexMap
 from opteq.solve import Jacobian, Map, Solver, State, per_sample
 
-__all__ = ["CG", "GMRES", "LinearizedMap", "Neumann", "linear_solver"]
+__all__ = ["CG", "GMRES", "DualCG", "LinearizedMap", "Neumann", "linear_solver"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ class LinearizedMap(Map):
 
 
 def linear_solver(fn: Map) -> "CG | GMRES":
-    """The method that fits the structure of a map's Jacobian: CG if it is symmetric, else GMRES."""
+    """The method that fits the structure of a map's Jacobian: CG if it is symmetric, in the dual where that pays; else GMRES."""
+    if isinstance(fn, ConvexMap) and fn.dual_pays():
+        return DualCG()
     return CG() if fn.symmetric else GMRES()
 
 
@@ -146,6 +149,104 @@ class CG(Solver):
         rr = dot(r, r)
         p.mul_(per_sample_like(_ratio(rr, state.rr), p)).add_(r)
         return replace(state, evals=state.evals + 1, rr=rr)
+
+
+@dataclass(frozen=True)
+class LinearDual(Map):
+    """v = J v + g of a convex map, with what its dual needs: G = W W' / mu and the roots of D = diag(sigma'(W z + u))."""
+
+    primal: LinearizedMap
+    G: Tensor
+    root: Tensor = per_sample()
+
+    @property
+    def base(self) -> ConvexMap:
+        """The map that was linearised."""
+        assert isinstance(self.primal.base, ConvexMap)
+        return self.primal.base
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """J v + g, without linearising once more."""
+        alpha, out = self.base.alpha, self.base.lift(self.base.project(v).mul_(self.root).mul_(self.root))
+        out = out if not isinstance(alpha, Tensor) and alpha == 1 else torch.lerp(v, out, alpha)
+        return out.add_(self.primal.g)
+
+
+@dataclass(frozen=True)
+class DualCGState(State):
+    """The iterate is z + (g + unit W' D^1/2 x / mu) / alpha. x, r and p change in place."""
+
+    exact: ClassVar[bool] = False
+    g: Tensor  # the residual at z
+    x: Tensor
+    r: Tensor
+    p: Tensor
+    rr: Tensor
+    bx: Tensor  # <b, x>, b the right-hand side
+    unit: Tensor
+    trust: Tensor  # how far the estimate of the residual was below the truth
+    mu: float
+    moved: bool
+
+    def candidate(self, fn: Map) -> Tensor:
+        if not self.moved:
+            return self.z
+        assert isinstance(fn, LinearDual)
+        step = fn.base.lift(self.x * fn.root).mul_(self.unit[:, None]).add_(self.g)
+        return step.div_(fn.base.alpha).add_(self.z)
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        """The residual is W' D^1/2 r / mu, of norm |r| / sqrt(mu) at most; |v - z|^2 = 1 + (<b, x> + |x|^2) / mu, all in units."""
+        if not self.moved:
+            return self.unit, self.unit
+        size = self.unit * self.trust * (self.rr / self.mu).sqrt()
+        return size, torch.maximum(self.unit * (1 + (self.bx + dot(self.x, self.x)) / self.mu).sqrt(), size)
+
+    def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
+        ratio = norm(fz - z) / self.estimate()[0][rows]
+        trust = (self.trust[rows] * ratio.clamp(1, 100)).clamp_max(1e4)
+        return replace(self, trust=self.trust.index_copy(0, rows, trust))
+
+
+@dataclass(frozen=True)
+class DualCG(CG):
+    """CG on the dual of v = J v + g, J = alpha W' D W / mu + (1 - alpha) I with a dense W: one product with G = W W' / mu a step.
+
+    v = (g + W' D^1/2 w / mu) / alpha with (I - D^1/2 G D^1/2) w = D^1/2 W g.
+    """
+
+    def prepare(self, fn: Map) -> LinearDual:
+        primal = _linear(self, fn)
+        if not isinstance(primal.base, ConvexMap):
+            name = type(primal.base).__name__
+            raise TypeError(f"DualCG needs a map that has a dual, such as that of a dense OptEq. Got {name} instead; CG does not.")
+        base = primal.base
+        return LinearDual(primal, base.dual().G, base.sigma.derivative(base.hidden(primal.z)).clamp_min(0).sqrt())
+
+    def init(self, fn: Map, z0: Tensor) -> DualCGState:  # type: ignore[override]
+        assert isinstance(fn, LinearDual)
+        g, evals = (fn(z0) - z0, 1) if z0.any() else (fn.primal.g, 0)
+        size = norm(g)
+        unit = torch.where(size > 0, size, torch.ones_like(size))
+        r = fn.root * fn.base.project(g / unit[:, None])
+        zeros, ones = torch.zeros_like(size), torch.ones_like(size)
+        unit = torch.where(size > 0, unit, size)
+        return DualCGState(
+            z0, evals + 1, g, torch.zeros_like(r), r, r.clone(), dot(r, r), zeros, unit, ones, fn.base.mu, moved=False
+        )
+
+    def step(self, fn: Map, state: State) -> DualCGState:  # type: ignore[override]
+        assert isinstance(fn, LinearDual)
+        assert isinstance(state, DualCGState)
+        x, r, p, rr = state.x, state.r, state.p, state.rr
+        q = ((p * fn.root) @ fn.G).mul_(fn.root).neg_().add_(p)
+        ratio = _ratio(rr, dot(p, q))
+        length = ratio[:, None]
+        x.addcmul_(length, p)
+        r.addcmul_(length, q, value=-1)
+        after = dot(r, r)
+        p.mul_(_ratio(after, rr)[:, None]).add_(r)
+        return replace(state, evals=state.evals + 1, rr=after, bx=state.bx + ratio * rr, moved=True)
 
 
 @dataclass(frozen=True)

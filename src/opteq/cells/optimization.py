@@ -69,6 +69,9 @@ class DenseOptEqMap(OptEqMap, ConvexMap):
     W: Dense
     u: Tensor = per_sample()  # [batch, hidden]
 
+    def project(self, z: Tensor) -> Tensor:
+        return self.W(z)
+
     def dual(self) -> DualMap:
         return DualMap(self.W.W @ (self.W.W / self.mu).T, self.sigma, self.u)
 
