@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opteq import Equilibrium, Status, Stop, solve
+from opteq import Equilibrium, Status, Stop, record, solve
 from opteq.cells import DeepOptEq, OptEq
 from opteq.gradients import Implicit, JacobianFree, Phantom, Unrolled
 from opteq.regularizers import L1, L2, Decorrelation, Incay, Regularizer
@@ -243,3 +243,12 @@ def test_lemma_11_is_what_autograd_finds_through_the_unrolling(alpha):
 
 def test_a_regulariser_without_curvature_takes_the_free_gamma():
     assert SAM(Decorrelation().frozen(torch.zeros(3, 4))).schedule == (0.1, 0.5)
+
+
+def test_the_log_tells_of_the_unrolled_steps():
+    layer = Equilibrium(contraction(), SAM(L2()), gradient=Unrolled(7))
+    with record() as log:
+        solution = layer.solve(randn(5, 4))
+    (told,) = log
+    assert told.steps.tolist() == solution.steps.tolist() == [7] * 5
+    assert told.evals == solution.evals >= 8

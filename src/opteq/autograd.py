@@ -74,10 +74,11 @@ class Problem:
     phase: str = "forward"
     order: int = 0  # of the derivative that is being solved for, where f captures tensors
     logs: tuple[Log, ...] = ()
+    amend: Callable[[Solution], Solution] | None = None  # what logs and report are told instead
 
     def derived(self, fn: Map, dtype: torch.dtype, phase: str) -> "Problem":
         """The problem of the adjoint or the tangent of fn."""
-        return replace(self, solver=self.linear(fn), stop=self.linear_stop(dtype), phase=phase)
+        return replace(self, solver=self.linear(fn), stop=self.linear_stop(dtype), phase=phase, amend=None)
 
 
 @dataclass
@@ -194,6 +195,7 @@ def _run(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
     found.trace = solution.trace
     found.nonfinite |= bool((~finite(solution.codes)).any())
     told = replace(solution, z=solution.z.detach())  # another tensor: autograd will make solution.z part of its graph
+    told = told if problem.amend is None else problem.amend(told)
     for log in problem.logs:
         if log.open:
             log.append(told)

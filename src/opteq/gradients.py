@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -134,8 +135,12 @@ class Unrolled(Gradient):
             if solution.status is not Status.MAX_STEPS:
                 report(solution, phase)
 
-        judged = _value(fn, judged_at, _Hold(), replace(stop, max_steps=1), report_unless_slow)[0]
-        return replace(judged, z=z, steps=torch.full_like(judged.steps, self.steps), evals=state.evals + judged.evals)
+        def unrolled(judged: Solution) -> Solution:
+            steps = torch.full_like(judged.steps, self.steps)
+            return replace(judged, steps=steps, evals=state.evals + judged.evals, trace=None)
+
+        judged = _value(fn, judged_at, _Hold(), replace(stop, max_steps=1), report_unless_slow, unrolled)[0]
+        return replace(unrolled(judged), z=z)
 
 
 @dataclass(frozen=True)
@@ -182,10 +187,13 @@ class JacobianFree(Gradient):
         return Phantom(steps=1, damping=1.0).attach(fn, z0, solver, stop, report)
 
 
-def _value(fn: Map, z0: Tensor, solver: Solver, stop: Stop, report: Report) -> tuple[Solution, bool]:
+def _value(
+    fn: Map, z0: Tensor, solver: Solver, stop: Stop, report: Report, amend: Callable[[Solution], Solution] | None = None
+) -> tuple[Solution, bool]:
     """The solution as a constant, and whether a sample met NaN or infinity."""
+    problem = replace(Implicit().problem(fn, solver, stop, report), amend=amend)
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
-        solution, found = equilibrium(fn.detach(), z0.detach(), Implicit().problem(fn, solver, stop, report))
+        solution, found = equilibrium(fn.detach(), z0.detach(), problem)
     return solution, found.nonfinite
 
 
