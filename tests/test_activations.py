@@ -95,20 +95,20 @@ def from_function_only(sigma: Activation) -> Activation:
     return Activation("own", sigma.function, lipschitz=sigma.lipschitz, monotone=sigma.monotone)
 
 
-def close(found: Tensor, expected: Tensor, tol: float) -> None:
+def assert_near(found: Tensor, expected: Tensor, tol: float) -> None:
     torch.testing.assert_close(found, expected, rtol=tol, atol=tol)
 
 
 @every
 def test_function_is_the_formula(sigma: Activation) -> None:
     a = torch.cat([spread(-50, 50, 401), spread(-2, 2, 401)])
-    close(sigma(a), doubles(*map(PLAIN[sigma.name], a.tolist())), 1e-14)
+    assert_near(sigma(a), doubles(*map(PLAIN[sigma.name], a.tolist())), 1e-14)
 
 
 @every
 def test_derivative_is_the_limit_of_difference_quotients(sigma: Activation) -> None:
     a, h = away_from_kinks(sigma, spread(-6, 6, 1001)), 1e-5
-    close(sigma.derivative(a), (sigma(a + h) - sigma(a - h)) / (2 * h), 1e-8)
+    assert_near(sigma.derivative(a), (sigma(a + h) - sigma(a - h)) / (2 * h), 1e-8)
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,15 @@ def test_integral_is_the_area_under_sigma(sigma: Activation) -> None:
     a = [-30.0, -4.0, -1.7, -0.9, -0.3, -1e-3, 0.0, 1e-3, 0.2, 0.5, 1.3, 3.0, 12.0, 30.0]
     breaks = KINKS.get(sigma.name, [0.0])
     areas = [quad(PLAIN[sigma.name], 0.0, x, points=breaks, epsabs=1e-13, epsrel=1e-13, limit=200)[0] for x in a]
-    close(sigma.integral(doubles(*a)), doubles(*areas), 1e-12)
+    assert_near(sigma.integral(doubles(*a)), doubles(*areas), 1e-12)
 
 
 @every
 def test_sigma_is_the_gradient_of_its_integral_and_its_derivative_the_second_one(sigma: Activation) -> None:
     a = torch.cat([away_from_kinks(sigma, spread(-6, 6, 101)), doubles(*([] if sigma.name in KINKS else [0.0]))])
     gradient = torch.func.grad(sigma.integral)
-    close(torch.func.vmap(gradient)(a), sigma(a), 1e-12)
-    close(torch.func.vmap(torch.func.grad(gradient))(a), sigma.derivative(a), 1e-11)
+    assert_near(torch.func.vmap(gradient)(a), sigma(a), 1e-12)
+    assert_near(torch.func.vmap(torch.func.grad(gradient))(a), sigma.derivative(a), 1e-11)
 
 
 def supremum(sigma: Activation, s: float, reach: float) -> float:
@@ -154,7 +154,7 @@ def test_conjugate_is_the_supremum(sigma: Activation) -> None:
     low, high = DOMAIN.get(sigma.name, (-math.inf, math.inf))
     inside = [s for s in (-7.0, -1.0, -0.6, -0.05, 0.0, 1e-3, 0.3, 0.5, 0.999, 1.0, 4.0) if low <= s <= high]
     expected = [supremum(sigma, s, reach=100 / sigma.strong if sigma.strong else 100.0) for s in inside]
-    close(sigma.conjugate(doubles(*inside)), doubles(*expected), 1e-8)
+    assert_near(sigma.conjugate(doubles(*inside)), doubles(*expected), 1e-8)
     outside = [s for s in (-1e3, -1.5, -1e-6, 1 + 1e-6, 1.5, 1e3) if not low <= s <= high]
     assert torch.all(sigma.conjugate(doubles(*outside)) == math.inf)
     for s in outside:  # the supremum grows without end
@@ -201,9 +201,9 @@ def test_gradient_of_the_conjugate_is_the_inverse_of_sigma(sigma: Activation) ->
     for one in (sigma, from_function_only(sigma)):
         gradient = torch.func.grad(one.conjugate)
         inexact = one is not sigma and sigma.name == "soft_threshold(0.4)"  # a kink inside a panel of the quadrature
-        close(torch.func.vmap(gradient)(sigma(a)), a, 1e-2 if inexact else 1e-10)
+        assert_near(torch.func.vmap(gradient)(sigma(a)), a, 1e-2 if inexact else 1e-10)
         if sigma.name not in KINKS:
-            close(torch.func.vmap(torch.func.grad(gradient))(sigma(a)) * sigma.derivative(a), torch.ones_like(a), 1e-9)
+            assert_near(torch.func.vmap(torch.func.grad(gradient))(sigma(a)) * sigma.derivative(a), torch.ones_like(a), 1e-9)
 
 
 @proximal
@@ -229,7 +229,7 @@ def test_penalty_is_convex(sigma: Activation) -> None:
 def test_penalties_that_have_a_name() -> None:
     s = doubles(-2.0, -0.5, 0.0, 0.5, 2.0)
     assert BY_NAME["relu"].penalty(s).tolist() == [math.inf, math.inf, 0.0, 0.0, 0.0]
-    close(BY_NAME["soft_threshold(0.4)"].penalty(s), 0.4 * s.abs(), 1e-15)
+    assert_near(BY_NAME["soft_threshold(0.4)"].penalty(s), 0.4 * s.abs(), 1e-15)
     assert BY_NAME["identity"].penalty(s).tolist() == [0.0] * 5
 
 
@@ -271,27 +271,27 @@ def test_lipschitz_constants_of_gelu_and_silu(name: str, near: float) -> None:
 def test_what_is_derived_equals_the_closed_form(sigma: Activation) -> None:
     own = from_function_only(sigma)
     a = torch.cat([spread(-30, 30, 301), spread(-1, 1, 51), doubles(-1e3, 1e3)])
-    close(own.derivative(away_from_kinks(sigma, a)), sigma.derivative(away_from_kinks(sigma, a)), 1e-14)
+    assert_near(own.derivative(away_from_kinks(sigma, a)), sigma.derivative(away_from_kinks(sigma, a)), 1e-14)
     tol = 1e-3 if sigma.name == "soft_threshold(0.4)" else 1e-12  # a kink inside a panel
-    close(own.integral(a), sigma.integral(a), tol)
+    assert_near(own.integral(a), sigma.integral(a), tol)
     if sigma.monotone:
-        close(own.conjugate(sigma(a)), sigma.conjugate(sigma(a)), tol)
+        assert_near(own.conjugate(sigma(a)), sigma.conjugate(sigma(a)), tol)
         s = doubles(-3.0, -1.0, -0.2, 0.0, 0.1, 0.9, 1.0, 2.0, 1e3, 1e6)
-        close(own.conjugate(s), sigma.conjugate(s), tol)
+        assert_near(own.conjugate(s), sigma.conjugate(s), tol)
 
 
 def test_a_sharp_and_a_shifted_activation_of_ones_own() -> None:
     a = torch.cat([spread(-5, 5, 101), doubles(-1e3, 1e3)])
     sharp = softplus(20.0)
-    close(Activation("own", sharp.function, lipschitz=1.0).integral(a), sharp.integral(a), 1e-9)
+    assert_near(Activation("own", sharp.function, lipschitz=1.0).integral(a), sharp.integral(a), 1e-9)
     shifted = Activation("own", lambda a: torch.atan(a - 2), lipschitz=1.0)
 
     def area(b: Tensor) -> Tensor:
         return b * torch.atan(b) - torch.log1p(b**2) / 2
 
     expected = area(a - 2) - area(doubles(-2.0))
-    close(shifted.integral(a), expected, 1e-9)
-    close(shifted.conjugate(shifted(a)), a * shifted(a) - expected, 1e-9)
+    assert_near(shifted.integral(a), expected, 1e-9)
+    assert_near(shifted.conjugate(shifted(a)), a * shifted(a) - expected, 1e-9)
     assert torch.all(shifted.conjugate(doubles(-1.6, 1.6)) == math.inf)
 
 
@@ -310,7 +310,7 @@ def test_a_given_part_is_used_as_it_is() -> None:
     own = Activation("own", known.function, lipschitz=1.0, integral=known.integral)
     assert own.integral is known.integral
     a = spread(-3, 3, 61)
-    close(own.conjugate(known(a)), known.conjugate(known(a)), 1e-14)  # from the integral that was given: its kink costs no digits
+    assert_near(own.conjugate(known(a)), known.conjugate(known(a)), 1e-14)  # from the integral given: its kink costs no digits
     for part in ("derivative", "conjugate"):
         assert getattr(dataclasses.replace(own, **{part: torch.cos}), part) is torch.cos
 
@@ -333,11 +333,11 @@ def test_dtype_and_shape_are_kept(sigma: Activation, dtype: torch.dtype) -> None
     for one in (sigma, from_function_only(sigma)):
         for part in (one.function, one.derivative, one.integral):
             assert part(a).dtype == dtype
-            close(part(a).double(), part(a.double()), tol)
+            assert_near(part(a).double(), part(a.double()), tol)
         if one.monotone:
             s = sigma(a)
             assert one.conjugate(s).dtype == dtype
-            close(one.conjugate(s).double(), one.conjugate(s.double()), tol)
+            assert_near(one.conjugate(s).double(), one.conjugate(s.double()), tol)
         assert one.derivative(a[0, 0, 0]).shape == one.integral(a[0, 0, 0]).shape == ()
         assert one.derivative(a[:0]).shape == one.integral(a[:0]).shape == a[:0].shape
 
@@ -349,13 +349,13 @@ def test_derivatives_can_be_transformed(sigma: Activation) -> None:
     for one in (sigma, from_function_only(sigma)):
         slope = one.derivative
         curvature = (slope(a + h) - slope(a - h)) / (2 * h)
-        close(torch.func.vmap(slope)(a), slope(a), 1e-15)
-        close(torch.func.jvp(slope, (a,), (v,))[1], curvature * v, 1e-8)
-        close(torch.func.vjp(slope, a)[1](v)[0], curvature * v, 1e-8)
-        close(torch.func.vmap(torch.func.grad(slope))(a), curvature, 1e-8)
+        assert_near(torch.func.vmap(slope)(a), slope(a), 1e-15)
+        assert_near(torch.func.jvp(slope, (a,), (v,))[1], curvature * v, 1e-8)
+        assert_near(torch.func.vjp(slope, a)[1](v)[0], curvature * v, 1e-8)
+        assert_near(torch.func.vmap(torch.func.grad(slope))(a), curvature, 1e-8)
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
-                close(slope(a), sigma.derivative(a), 1e-14)
+                assert_near(slope(a), sigma.derivative(a), 1e-14)
 
 
 def test_derived_derivative_is_differentiable_twice_by_autograd() -> None:
@@ -367,7 +367,7 @@ def test_derived_derivative_is_differentiable_twice_by_autograd() -> None:
         dual = own.derivative(torch.autograd.forward_ad.make_dual(a.detach(), torch.ones_like(a)))
         tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
     t = torch.tanh(a.detach())
-    close(tangent, -2 * t * (1 - t**2), 1e-14)
+    assert_near(tangent, -2 * t * (1 - t**2), 1e-14)
 
 
 def test_a_cell_with_an_activation_of_ones_own() -> None:
@@ -376,8 +376,8 @@ def test_a_cell_with_an_activation_of_ones_own() -> None:
     other = OptEq(3, 4, 5, activation=Activation("own", torch.tanh, lipschitz=1.0)).double()
     other.load_state_dict(cell.state_dict())
     x, z = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
-    close(other.bind(x)(z), cell.bind(x)(z), 0.0)
-    close(other.bind(x).linearize(z).vjp(z), cell.bind(x).linearize(z).vjp(z), 1e-14)
+    assert_near(other.bind(x)(z), cell.bind(x)(z), 0.0)
+    assert_near(other.bind(x).linearize(z).vjp(z), cell.bind(x).linearize(z).vjp(z), 1e-14)
     assert "activation=own" in repr(other)
 
 
@@ -385,8 +385,8 @@ def test_a_cell_with_an_activation_of_ones_own() -> None:
 def test_copies(sigma: Activation) -> None:
     a = spread(-2, 2, 9)
     for other in (pickle.loads(pickle.dumps(sigma)), copy.deepcopy(from_function_only(sigma))):
-        close(other(a), sigma(a), 0.0)
-        close(other.derivative(a), sigma.derivative(a), 1e-14)
+        assert_near(other(a), sigma(a), 0.0)
+        assert_near(other.derivative(a), sigma.derivative(a), 1e-14)
         assert other.lipschitz == sigma.lipschitz
 
 

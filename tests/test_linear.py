@@ -412,6 +412,7 @@ def test_cg_in_the_dual_solves_the_primal_system(name: str, alpha: float, mu: fl
         check_honest(found, equation)
         torch.testing.assert_close(found.z[sound], exact[sound], rtol=1e-7, atol=1e-8 * scale)
     assert solve(equation, torch.zeros_like(g), DualCG(), Stop(rtol=1e-11)).steps[3] == 0
+    assert solve(equation, exact, DualCG(), Stop(rtol=1e-11)).steps.tolist() == [0, 0, 0, 0]
 
 
 def test_the_dual_needs_a_dense_layer() -> None:

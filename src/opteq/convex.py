@@ -12,7 +12,7 @@ from opteq.activations import Activation
 from opteq.batch import norm
 from opteq.solve import Jacobian, Map, State, per_sample
 
-__all__ = ["ConvexMap", "DualForm", "DualMap", "DualState"]
+__all__ = ["ConvexMap", "DualForm", "DualMap", "DualState", "raised"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,11 @@ class DualStart(NamedTuple):
     evals: int
 
 
+def raised(trust: Tensor, rows: Tensor, truth: Tensor, estimate: Tensor) -> Tensor:
+    """The factor of later estimates, after some were found too small: so that they do not call the loop at every step."""
+    return trust.index_copy(0, rows, (trust[rows] * (truth / estimate).clamp(1, 100)).clamp_max(1e4))
+
+
 @dataclass(frozen=True)
 class DualState(State, ABC):
     """The iterate is z0 at first, then lift(s). `trust`: how far the estimate of the residual was below the truth."""
@@ -147,7 +152,5 @@ class DualState(State, ABC):
         return self.size * self.trust, self.scale
 
     def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
-        """Only where L ||W||^2 > mu: keep the estimate from calling the loop at every step."""
-        ratio = norm(fz - z) / (self.size * self.trust)[rows]
-        trust = (self.trust[rows] * ratio.clamp(1, 100)).clamp_max(1e4)
-        return replace(self, trust=self.trust.index_copy(0, rows, trust))
+        """Only where L ||W||^2 > mu, or by rounding."""
+        return replace(self, trust=raised(self.trust, rows, norm(fz - z), self.estimate()[0][rows]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opteq.batch import at_least_single, combine, dot, dots, flat, norm, per_sample_like
 from opteq.checks import check_integer
-from opteq.convex import ConvexMap
+from opteq.convex import ConvexMap, raised
 from opteq.solve import Jacobian, Map, Solver, State, per_sample
 
 __all__ = ["CG", "GMRES", "DualCG", "LinearizedMap", "Neumann", "linear_solver"]
@@ -185,6 +185,7 @@ class DualCGState(State):
     bx: Tensor  # <b, x>, b the right-hand side
     unit: Tensor
     trust: Tensor  # how far the estimate of the residual was below the truth
+    reach: Tensor  # |J z + g|
     mu: float
     moved: bool
 
@@ -196,16 +197,17 @@ class DualCGState(State):
         return step.div_(fn.base.alpha).add_(self.z)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
-        """The residual is W' D^1/2 r / mu, of norm |r| / sqrt(mu) at most; |v - z|^2 = 1 + (<b, x> + |x|^2) / mu, all in units."""
+        """The residual is W' D^1/2 r / mu, of norm |r| / sqrt(mu) at most; alpha^2 |v - z|^2 = 1 + (<b, x> + |x|^2) / mu, in units.
+
+        alpha is left out, which makes the estimate of |v| too small and asks for a little more than the tolerance.
+        """
         if not self.moved:
-            return self.unit, self.unit
+            return self.unit, self.reach
         size = self.unit * self.trust * (self.rr / self.mu).sqrt()
-        return size, torch.maximum(self.unit * (1 + (self.bx + dot(self.x, self.x)) / self.mu).sqrt(), size)
+        return size, torch.maximum(self.unit * (1 + (self.bx + dot(self.x, self.x)) / self.mu).sqrt(), self.reach)
 
     def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
-        ratio = norm(fz - z) / self.estimate()[0][rows]
-        trust = (self.trust[rows] * ratio.clamp(1, 100)).clamp_max(1e4)
-        return replace(self, trust=self.trust.index_copy(0, rows, trust))
+        return replace(self, trust=raised(self.trust, rows, norm(fz - z), self.estimate()[0][rows]))
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ class DualCG(CG):
         zeros, ones = torch.zeros_like(size), torch.ones_like(size)
         unit = torch.where(size > 0, unit, size)
         return DualCGState(
-            z0, evals + 1, g, torch.zeros_like(r), r, r.clone(), dot(r, r), zeros, unit, ones, fn.base.mu, moved=False
+            z0, evals + 1, g, torch.zeros_like(r), r, r.clone(), dot(r, r), zeros, unit, ones, norm(z0 + g), fn.base.mu, moved=False
         )
 
     def step(self, fn: Map, state: State) -> DualCGState:  # type: ignore[override]

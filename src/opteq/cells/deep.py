@@ -113,7 +113,7 @@ class UnitInterval(nn.Module):
         return torch.logit(at_least_single(alpha).clamp(1e-6, 0.999)).to(alpha.dtype)  # 0.999 is 1 in bfloat16
 
 
-class _Layers(Cell):
+class Layers(Cell):
     """A cell made of OptEq layers that share the state z and the input x."""
 
     def __init__(self, cells: Sequence[OptEqCell]) -> None:
@@ -150,7 +150,7 @@ def _describe(cell: OptEqCell, part: str) -> str:
     return ", ".join(f"{cell.sizes[name]} {name}" for name in key if name in cell.sizes)
 
 
-class DeepOptEq(_Layers):
+class DeepOptEq(Layers):
     """z = f_L o ... o f_1 (z), f_l(z) = (alpha_l / mu_l) W_l' sigma(W_l z + U_l x + b_l) + (1 - alpha_l) z.
 
     `regularizer`: R, which enters as T_R before the first layer, z = f_L o ... o f_1 (T_R(z)), by `mode`:
@@ -260,7 +260,7 @@ class StackedMap(Map):
         return Jacobian(jvp=lambda v: blocks(v.roll(1, dims=1)), vjp=lambda v: blocks(v).roll(-1, dims=1))
 
 
-class StackedOptEq(_Layers):
+class StackedOptEq(Layers):
     """z~ = alpha W~' sigma(W~ P z~ + U~ x + b~) + (1 - alpha) P z~, W~ block diagonal, P the cyclic shift of the blocks.
 
     State [batch, L, ...]; its equilibrium is (z_1, ..., z_{L-1}, z_0) of the deep OptEq of the same cells: the last block is

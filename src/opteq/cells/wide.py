@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.cells.deep import _Layers
+from opteq.cells.deep import Layers
 from opteq.cells.optimization import DenseOptEqMap, OptEqMap
 from opteq.operators import Dense
 from opteq.solve import Jacobian, Map
@@ -41,7 +41,7 @@ def _weighted(weights: tuple[float | Tensor, ...], parts: list[Tensor]) -> Tenso
     return total
 
 
-class WideOptEq(_Layers):
+class WideOptEq(Layers):
     """sum_l alpha_l z = sum_l alpha_l W_l' sigma(W_l z + U_l x + b_l) / mu_l; for equal alpha, L z = sum_l W_l' sigma(...) / mu_l.
 
     The equilibrium to which that of DeepOptEq(cells) tends as all alpha_l shrink together, with fixed ratios; alpha_l here is
