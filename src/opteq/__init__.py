@@ -24,7 +24,18 @@ __all__ = [
     "solve",
 ]
 
-_SUBMODULES = ("activations", "cells", "experiments", "gradients", "linear", "regularizers", "solvers", "spectral", "theory")
+_SUBMODULES = (
+    "activations",
+    "cells",
+    "experiments",
+    "gradients",
+    "linear",
+    "models",
+    "regularizers",
+    "solvers",
+    "spectral",
+    "theory",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,10 @@
 
 from opteq.cells.deep import DeepOptEq, StackedOptEq
 from opteq.cells.function import FunctionCell
+from opteq.cells.gaussian import GaussianDEQ
+from opteq.cells.monotone import Monotone
 from opteq.cells.optimization import ConvOptEq, DepthwiseOptEq, OptEq
+from opteq.cells.scaled_relu import ScaledReLU
 from opteq.cells.variants import AffineOptEq, MultivariateOptEq
 from opteq.cells.wide import WideOptEq
 
@@ -12,8 +15,11 @@ __all__ = [
     "DeepOptEq",
     "DepthwiseOptEq",
     "FunctionCell",
+    "GaussianDEQ",
+    "Monotone",
     "MultivariateOptEq",
     "OptEq",
+    "ScaledReLU",
     "StackedOptEq",
     "WideOptEq",
 ]

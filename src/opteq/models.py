@@ -1,0 +1,52 @@
+"""Whole networks with an equilibrium inside."""
+
+import torch
+from torch import Tensor, nn
+
+from opteq.cells import ScaledReLU
+from opteq.checks import check_instance
+from opteq.equilibrium import Cell, Equilibrium, OnFailure
+from opteq.solve import Solution, Solver, Stop
+
+__all__ = ["Readout"]
+
+
+class Readout(nn.Module):
+    """y = a'z with z = f(z, x): the network of the convergence theory. forward(x) gives [batch].
+
+    a [width] begins as the paper of its cell has it: 0 for ScaledReLU, N(0, 1/width) for others. `stop`: by default the
+    equilibrium is solved to 1e-12 (100 times the precision for dtypes other than float64), so that theorems can be checked on it.
+    """
+
+    def __init__(self, cell: Cell, solver: Solver | None = None, stop: Stop | None = None, on_failure: OnFailure = "warn") -> None:
+        super().__init__()
+        check_instance(self, "cell", cell, Cell, "a Cell")
+        if len(getattr(cell, "state_shape", ())) != 1:
+            raise ValueError(
+                f"The 'cell' parameter of Readout must have states that are vectors. Got {type(cell).__name__} instead."
+            )
+        Equilibrium(cell, solver, stop, on_failure=on_failure)  # checks the rest
+        self.cell = cell
+        self.solver, self.stop, self.on_failure = solver, stop, on_failure
+        like = next(cell.parameters(), torch.empty(0))
+        self.a = nn.Parameter(torch.empty(cell.state_shape, dtype=like.dtype, device=like.device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw a; the cell is left alone."""
+        if isinstance(self.cell, ScaledReLU):
+            nn.init.zeros_(self.a)
+        else:
+            nn.init.normal_(self.a, std=self.a.numel() ** -0.5)
+
+    def solve(self, x: Tensor, z0: Tensor | None = None) -> Solution:
+        """The equilibrium with its status; z carries derivatives."""
+        dtype = self.cell.promoted(x)
+        tight = 1e-12 if dtype == torch.float64 else 100 * torch.finfo(dtype).eps
+        stop = Stop(rtol=tight, max_steps=2000) if self.stop is None else self.stop
+        return Equilibrium(self.cell, self.solver, stop, on_failure=self.on_failure).solve(x, z0)
+
+    def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
+        """y, one number a sample."""
+        z = self.solve(x, z0).z
+        return z @ self.a.to(z.dtype)
