@@ -37,7 +37,7 @@ def matrix_of(operator: Operator, shape: tuple[int, ...]) -> Tensor:
     count = torch.Size(shape).numel()
     weight = operator.leaves()[0].tensor
     with torch.no_grad():
-        columns = [operator(unit.reshape(1, *shape)).flatten() for unit in torch.eye(count, dtype=weight.dtype)]
+        columns = [operator(unit.reshape(1, *shape)).flatten() for unit in torch.eye(count, dtype=weight.real.dtype)]
     return torch.stack(columns, dim=1)
 
 

@@ -25,7 +25,8 @@ class Activation:
     rounding belongs to the domain of the derived conjugate; where sigma nears it slowly, like atan, the value there means nothing.
 
     At a kink the derivative is a generalised one. `strong` is the infimum of sigma'. An activation that is not `monotone` has
-    |sigma'| <= lipschitz, strong = 0, and no derived conjugate; the theory is silent on it.
+    |sigma'| <= lipschitz, strong = 0, and no derived conjugate; the theory is silent on it. `proximal(v, step)` is what `prox`
+    computes, by Newton's method if it is not given.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Activation:
     integral: Elementwise = field(repr=False)
     conjugate: Elementwise = field(repr=False)  # +inf outside of its domain
     monotone: bool
+    proximal: Callable[[Tensor, float], Tensor] = field(repr=False)
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class Activation:
         integral: Elementwise | None = None,
         conjugate: Elementwise | None = None,
         monotone: bool = True,
+        proximal: Callable[[Tensor, float], Tensor] | None = None,
     ) -> None:
         check_instance(self, "name", name, str, "a string")
         check_instance(self, "monotone", monotone, bool, "True or False")
@@ -56,7 +59,8 @@ class Activation:
             raise ValueError(invalid(self, "strong", "0 for an activation that is not monotone", strong))
         if not callable(function):
             raise TypeError(invalid(self, "function", "a function of a tensor", function))
-        for part, given in (("derivative", derivative), ("integral", integral), ("conjugate", conjugate)):
+        given_parts = {"derivative": derivative, "integral": integral, "conjugate": conjugate, "proximal": proximal}
+        for part, given in given_parts.items():
             if given is not None and not callable(given):
                 raise TypeError(invalid(self, part, "a function of a tensor or None", given))
         if derivative is None:
@@ -65,12 +69,18 @@ class Activation:
             integral = partial(_integrate, function)
         if conjugate is None:
             conjugate = partial(_conjugate, function, derivative, integral) if monotone else partial(_no_conjugate, name)
-        values = (name, function, derivative, float(lipschitz), float(strong), integral, conjugate, monotone)
+        if proximal is None:
+            proximal = partial(_proximal, function, derivative)
+        values = (name, function, derivative, float(lipschitz), float(strong), integral, conjugate, monotone, proximal)
         for item, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, item.name, value)  # the class is frozen
 
     def __call__(self, a: Tensor) -> Tensor:
         return self.function(a)
+
+    def prox(self, v: Tensor, step: float) -> Tensor:
+        """prox_{step h}(v) for the penalty h of sigma = prox_h: sigma(t) with (1 - step) sigma(t) + step t = v."""
+        return self.function(v) if step == 1 else self.proximal(v, step)
 
     def penalty(self, s: Tensor) -> Tensor:
         """h(s) = sigma~*(s) - s^2 / 2, the convex function with sigma(a) = prox_h(a) = argmin_s h(s) + (s - a)^2 / 2."""
@@ -155,6 +165,33 @@ def _invert(function: Elementwise, s: Tensor) -> tuple[Tensor, Tensor]:
     return side * high, found
 
 
+def _proximal(function: Elementwise, slope: Elementwise, v: Tensor, step: float) -> Tensor:
+    """sigma(t) with g(t) = (1 - step) sigma(t) + step t = v, for 0 <= sigma' <= 1: Newton's method between brackets.
+
+    g' is between 1 and step, so that an error of g brackets t. The last step carries the derivative dt/dv = 1 / g'(t).
+    """
+
+    def gap(t: Tensor) -> Tensor:
+        return (1 - step) * function(t) + step * t - v
+
+    def steepness(t: Tensor) -> Tensor:
+        return (1 - step) * slope(t) + step
+
+    with torch.no_grad():
+        t = v.detach().clone()
+        low, high = torch.full_like(t, -math.inf), torch.full_like(t, math.inf)
+        for _ in range(60):
+            g = gap(t)
+            if not (g.abs() > 4 * torch.finfo(t.dtype).eps * (v.abs() + step * t.abs())).any():
+                break
+            low, high = torch.where(g < 0, torch.maximum(low, t), low), torch.where(g > 0, torch.minimum(high, t), high)
+            new = t - g / steepness(t)
+            middle = torch.where(low.isfinite() & high.isfinite(), (low + high) / 2, t - g / max(1.0, step))
+            t = torch.where((new > low) & (new < high), new, middle)
+        steep = steepness(t)
+    return function(t - gap(t) / steep)
+
+
 def _no_conjugate(name: str, s: Tensor) -> Tensor:
     raise ValueError(_not_monotone("conjugate", name))
 
@@ -171,6 +208,10 @@ def _relu_conjugate(s: Tensor) -> Tensor:
     return torch.where(s < 0, math.inf, s**2 / 2)
 
 
+def _relu_proximal(v: Tensor, step: float) -> Tensor:
+    return torch.relu(v)
+
+
 def _leaky_slope(slope: float, a: Tensor) -> Tensor:
     return torch.where(a > 0, torch.ones_like(a), slope)
 
@@ -181,6 +222,10 @@ def _leaky_integral(slope: float, a: Tensor) -> Tensor:
 
 def _leaky_conjugate(slope: float, s: Tensor) -> Tensor:
     return s**2 / (2 * _leaky_slope(slope, s))
+
+
+def _leaky_proximal(slope: float, v: Tensor, step: float) -> Tensor:
+    return torch.where(v > 0, v, v * (slope / ((1 - step) * slope + step)))
 
 
 def leaky_relu(slope: float) -> Activation:
@@ -194,6 +239,7 @@ def leaky_relu(slope: float) -> Activation:
         min(1.0, slope),
         partial(_leaky_integral, slope),
         partial(_leaky_conjugate, slope),
+        proximal=partial(_leaky_proximal, slope),
     )
 
 
@@ -266,6 +312,10 @@ def _identity(a: Tensor) -> Tensor:
     return a
 
 
+def _identity_proximal(v: Tensor, step: float) -> Tensor:
+    return v
+
+
 def _half_square(a: Tensor) -> Tensor:
     return a**2 / 2
 
@@ -282,6 +332,10 @@ def _threshold_conjugate(width: float, s: Tensor) -> Tensor:
     return s**2 / 2 + width * s.abs()
 
 
+def _threshold_proximal(width: float, v: Tensor, step: float) -> Tensor:
+    return torch.nn.functional.softshrink(v, step * width)
+
+
 def soft_threshold(width: float) -> Activation:
     """sign(a) max(|a| - width, 0), the proximal operator of width |s|."""
     check_number("soft_threshold", "width", width, 0.0, open_low=True)
@@ -293,6 +347,7 @@ def soft_threshold(width: float) -> Activation:
         0.0,
         partial(_threshold_integral, width),
         partial(_threshold_conjugate, width),
+        proximal=partial(_threshold_proximal, width),
     )
 
 
@@ -325,12 +380,12 @@ _SILU_LIPSCHITZ: Final = 1.09983932013  # sigma' at a = 2 x with x tanh x = 1: (
 _TABLE: Final = {
     a.name: a
     for a in (
-        Activation("relu", torch.relu, _relu_slope, 1.0, 0.0, _relu_integral, _relu_conjugate),
+        Activation("relu", torch.relu, _relu_slope, 1.0, 0.0, _relu_integral, _relu_conjugate, proximal=_relu_proximal),
         replace(leaky_relu(0.01), name="leaky_relu"),
         Activation("tanh", torch.tanh, _tanh_slope, 1.0, 0.0, _tanh_integral, _tanh_conjugate),
         Activation("sigmoid", torch.sigmoid, _sigmoid_slope, 0.25, 0.0, _sigmoid_integral, _sigmoid_conjugate),
         replace(softplus(1.0), name="softplus"),
-        Activation("identity", _identity, torch.ones_like, 1.0, 1.0, _half_square, _half_square),
+        Activation("identity", _identity, torch.ones_like, 1.0, 1.0, _half_square, _half_square, proximal=_identity_proximal),
         replace(soft_threshold(1.0), name="soft_threshold"),
         Activation("gelu", torch.nn.functional.gelu, _gelu_slope, _GELU_LIPSCHITZ, integral=_gelu_integral, monotone=False),
         Activation("silu", torch.nn.functional.silu, _silu_slope, _SILU_LIPSCHITZ, monotone=False),

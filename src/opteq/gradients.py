@@ -17,7 +17,8 @@ from opteq.checks import all_finite, check_instance, check_integer, check_number
 from opteq.convex import ConvexMap
 from opteq.linear import linear_solver
 from opteq.solve import ConvergenceError, Map, Solution, Solver, State, Status, Stop, ValueState, first_value
-from opteq.solvers import Anderson, Newton, Picard
+from opteq.solvers import Anderson, Newton, PeacemanRachford, Picard
+from opteq.splitting import SplitMap
 
 if TYPE_CHECKING:
     from opteq.equilibrium import Equilibrium
@@ -37,11 +38,19 @@ class Gradient(ABC):
 
 
 def default_solver(fn: Map) -> Solver:
-    """The method taken when none is named: Newton on the dual of a convex map, where that is cheaper; else Anderson.
+    """The method taken when none is named: Newton on the dual of a convex map, where that is cheaper; Peaceman-Rachford for a
+    monotone map with a resolvent; else Anderson.
 
     It depends on the map only, never on the batch, so that a sample is solved in the same way alone and among others.
     """
-    return Newton() if isinstance(fn, ConvexMap) and fn.dual_pays() else Anderson()
+    if isinstance(fn, ConvexMap) and fn.dual_pays():
+        return Newton()
+    return PeacemanRachford() if isinstance(fn, SplitMap) and fn.has_resolvent() else Anderson()
+
+
+def default_linear(fn: Map) -> Solver:
+    """The method for the adjoint and the tangent of a map: the splitting for a monotone map with a resolvent; else CG or GMRES."""
+    return PeacemanRachford() if isinstance(fn, SplitMap) and fn.has_resolvent() else linear_solver(fn)
 
 
 def _refuse_selective(gradient: Gradient, solver: Solver | None) -> None:
@@ -80,7 +89,7 @@ class Implicit(Gradient):
         """What autograd must know: the solver and the stop of the equilibrium and of its derivatives."""
 
         def linear(base: Map) -> Solver:
-            return linear_solver(base) if self.linear is None else self.linear
+            return default_linear(base) if self.linear is None else self.linear
 
         def linear_stop(dtype: torch.dtype) -> Stop:
             rtol = max(0.1 * stop.rtol, 50 * torch.finfo(dtype).eps)
@@ -123,9 +132,10 @@ class Unrolled(Gradient):
         solver = Picard() if solver is None else solver
         z0, sound = _without_nan(z0)
         with torch.autocast(z0.device.type, enabled=False):
-            state = solver.init(fn, z0)
+            ready = solver.prepare(fn)
+            state = solver.init(ready, z0)
             for _ in range(self.steps):
-                state = solver.step(fn, state)
+                state = solver.step(ready, state)
         z, judged_at = state.z, state.z
         if sound is not None:
             z = torch.where(sound, z, z.detach())

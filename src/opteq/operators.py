@@ -1,6 +1,7 @@
 """Linear maps on batches, each with its exact adjoint: <W z, s> = <z, W' s>."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from opteq.tree import Tree
 
-__all__ = ["Conv", "Dense", "Operator", "Padding", "Separable"]
+__all__ = ["Conv", "Dense", "Fourier", "MonotoneOperator", "Operator", "Padding", "Reflection", "Separable", "rotated", "symbol"]
 
 Padding: TypeAlias = Literal["zeros", "circular"]
 
@@ -25,6 +26,31 @@ class Operator(Tree, ABC):
     def adjoint(self, s: Tensor) -> Tensor:
         """W' s."""
 
+    def resolvent(self, step: float, shape: Sequence[int]) -> "Operator":
+        """(I + step (I - W))^-1 on samples of a shape, factorised once; TypeError where no factorisation is known."""
+        raise TypeError(f"{type(self).__name__} has no known resolvent.")
+
+    def has_resolvent(self) -> bool:
+        """Whether `resolvent` knows a factorisation."""
+        return False
+
+    def reflection(self) -> "Operator":
+        """2 W - I."""
+        return Reflection(self)
+
+
+@dataclass(frozen=True)
+class Reflection(Operator):
+    """2 R - I."""
+
+    R: Operator
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return 2 * self.R(z) - z
+
+    def adjoint(self, s: Tensor) -> Tensor:
+        return 2 * self.R.adjoint(s) - s
+
 
 @dataclass(frozen=True)
 class Dense(Operator):
@@ -37,6 +63,17 @@ class Dense(Operator):
 
     def adjoint(self, s: Tensor) -> Tensor:
         return s @ self.W
+
+    def resolvent(self, step: float, shape: Sequence[int]) -> "Dense":
+        """The inverse as a matrix: one product is then as cheap as one with W."""
+        identity = torch.eye(len(self.W), dtype=self.W.dtype, device=self.W.device)
+        return Dense(torch.linalg.inv((1 + step) * identity - step * self.W))
+
+    def has_resolvent(self) -> bool:
+        return True
+
+    def reflection(self) -> "Dense":
+        return Dense(2 * self.W - torch.eye(len(self.W), dtype=self.W.dtype, device=self.W.device))
 
 
 @dataclass(frozen=True)
@@ -101,3 +138,72 @@ class Separable(Operator):
 
     def _depthwise(self) -> Conv:
         return Conv(self.D, self.padding, groups=self.D.shape[0])
+
+
+def symbol(operator: Conv, size: Sequence[int], *, full: bool = False) -> Tensor:
+    """The matrices by which a circular convolution multiplies the frequencies of images of a size.
+
+    [height, width / 2 + 1, hidden, channels] or, where `full`, of all frequencies. Each column is the transform of what the
+    convolution makes of one bright pixel.
+    """
+    kernel = operator.W
+    pixels = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)[:, :, None, None]
+    images = torch.nn.functional.pad(pixels, (0, size[1] - 1, 0, size[0] - 1))
+    spectra: Tensor = (torch.fft.fft2 if full else torch.fft.rfft2)(operator(images))
+    return spectra.permute(2, 3, 1, 0)
+
+
+def rotated(matrices: Tensor, spectrum: Tensor) -> Tensor:
+    """Each frequency of a batch of spectra [batch, channels, ...] multiplied by its own matrix [..., hidden, channels]."""
+    return torch.matmul(matrices, spectrum.movedim((0, 1), (-1, -2))).movedim((-1, -2), (0, 1))
+
+
+@dataclass(frozen=True)
+class Fourier(Operator):
+    """A linear map of images that commutes with cyclic shifts, given by a matrix for each frequency."""
+
+    matrices: Tensor  # complex [height, width / 2 + 1, channels, channels]
+    size: tuple[int, int]
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self._filter(self.matrices, z)
+
+    def adjoint(self, s: Tensor) -> Tensor:
+        return self._filter(self.matrices.mH, s)
+
+    def _filter(self, matrices: Tensor, z: Tensor) -> Tensor:
+        out: Tensor = torch.fft.irfft2(rotated(matrices, torch.fft.rfft2(z)), s=self.size)
+        return out
+
+    def reflection(self) -> "Fourier":
+        identity = torch.eye(self.matrices.shape[-1], dtype=self.matrices.dtype, device=self.matrices.device)
+        return Fourier(2 * self.matrices - identity, self.size)
+
+
+@dataclass(frozen=True)
+class MonotoneOperator(Operator):
+    """W = (1 - m) I - A'A + B - B', so that I - W >= m I whatever A and B are."""
+
+    m: float
+    A: Operator
+    B: Operator
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return torch.add(self.B(z) - self.B.adjoint(z) - self.A.adjoint(self.A(z)), z, alpha=1 - self.m)
+
+    def adjoint(self, s: Tensor) -> Tensor:
+        return torch.add(self.B.adjoint(s) - self.B(s) - self.A.adjoint(self.A(s)), s, alpha=1 - self.m)
+
+    def resolvent(self, step: float, shape: Sequence[int]) -> Fourier:
+        """For circular convolutions: one small inverse for each frequency."""
+        A, B = self.A, self.B
+        if not (isinstance(A, Conv) and isinstance(B, Conv) and self.has_resolvent()):
+            raise TypeError("A convolution has a known resolvent only where its padding is circular: others mix the frequencies.")
+        channels, height, width = shape
+        Ahat, Bhat = symbol(A, (height, width)), symbol(B, (height, width))
+        identity = torch.eye(channels, dtype=Ahat.dtype, device=Ahat.device)
+        matrices = torch.linalg.inv((1 + step * self.m) * identity + step * (Ahat.mH @ Ahat - Bhat + Bhat.mH))
+        return Fourier(matrices, (height, width))
+
+    def has_resolvent(self) -> bool:
+        return all(isinstance(part, Conv) and part.padding == "circular" for part in (self.A, self.B))

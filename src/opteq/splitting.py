@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -44,19 +44,23 @@ class Factors:
     def __init__(self) -> None:
         self._made: dict[Any, tuple[list[tuple[Tensor, int]], Any]] = {}
 
-    def get(self, key: Any, tensors: list[Tensor], make: Callable[[], Any]) -> Any:
-        """What `make` gives, made anew only if a tensor is not the one, or not as it was, when it was made before."""
-        if key in self._made:
-            sources, value = self._made[key]
-            if all(_same(old, version, new) for (old, version), new in zip(sources, tensors, strict=True)):
-                return value
-        value = make()
-        self._made[key] = ([(t, t._version) for t in tensors], value)  # a source that is kept cannot be overlaid by another
+    def get(self, key: Any, operator: Operator, make: Callable[[], Any]) -> Any:
+        """What `make` gives; made anew only if a tensor of the operator is not the one, or not as it was, the last time."""
+        tensors = [leaf.tensor for leaf in operator.leaves()]
+        if any(tensor.is_inference() for tensor in tensors):  # whether they were written to is not recorded
+            return make()
+        sources, value = self._made.get(key, ([], None))
+        if len(sources) != len(tensors) or not all(_same(*old, new) for old, new in zip(sources, tensors, strict=True)):
+            value = make()
+            self._made[key] = ([(t, t._version) for t in tensors], value)  # while we keep them, no other has their memory
         return value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)()
 
 
 def _same(old: Tensor, version: int, new: Tensor) -> bool:
-    """Whether `new` shares its memory with `old`, which has not been written to since."""
+    """Whether `new` is the memory of `old`, which has not been written to since."""
     alike = old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype and old.device == new.device
     return alike and old.data_ptr() == new.data_ptr() and old._version == version == new._version
 
@@ -74,3 +78,49 @@ class SplitMap(ActivationMap):
     def linear(self, z: Tensor) -> Tensor:
         """(I - W) z - u."""
         return z - self.hidden(z)
+
+    def prox(self, v: Tensor, step: float) -> Tensor:
+        """prox_{step h}(v), sigma itself for a step of 1."""
+        return self.sigma.prox(v, step)
+
+    def resolvent(self, v: Tensor, step: float) -> Tensor:
+        """(I + step (I - W))^-1 (v + step u), which solves z + step linear(z) = v."""
+        return self.inverse(step)(v + step * self.u)
+
+    def inverse(self, step: float) -> Operator:
+        """(I + step (I - W))^-1, factorised once for all solves of this map; TypeError where no factorisation is known."""
+        found: Operator = self.factors.get(("inverse", step), self.W, lambda: self.W.resolvent(step, self.u.shape[1:]))
+        return found
+
+    def reflection(self, step: float) -> Operator:
+        """2 (I + step (I - W))^-1 - I, made once for all solves of this map."""
+        found: Operator = self.factors.get(
+            ("reflection", step), self.W, lambda: self.W.resolvent(step, self.u.shape[1:]).reflection()
+        )
+        return found
+
+    def has_resolvent(self) -> bool:
+        """Whether `inverse` knows a factorisation."""
+        return self.W.has_resolvent()
+
+    def norms(self) -> tuple[float, float]:
+        """(||I - W||, ||W||), both estimated from below."""
+        found: tuple[float, float] = self.factors.get("norms", self.W, lambda: _norms(self.W, self.u))
+        return found
+
+
+def _norms(W: Operator, like: Tensor) -> tuple[float, float]:
+    """||I - W|| and ||W|| by power iterations on both at once, from a vector without symmetries."""
+    v = torch.arange(1, 2 * like[0].numel() + 1, device=like.device).sin().to(like.dtype).view(2, *like.shape[1:])
+    size = torch.ones(2, dtype=like.dtype, device=like.device)
+    shape = (2, *[1] * (v.ndim - 1))
+    minus = torch.tensor([1.0, 0.0], dtype=like.dtype, device=like.device).view(shape)  # I - W for the first, -W for the second
+    for _ in range(_POWER_STEPS):
+        v = v / torch.linalg.vector_norm(v.flatten(1), dim=1).clamp_min(torch.finfo(v.dtype).tiny).view(shape)
+        v = minus * v - W(v)
+        size = torch.linalg.vector_norm(v.flatten(1), dim=1)
+        v = minus * v - W.adjoint(v)
+    return float(size[0]), float(size[1])
+
+
+_POWER_STEPS = 12

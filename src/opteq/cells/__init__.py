@@ -3,7 +3,8 @@
 from opteq.cells.deep import DeepOptEq, StackedOptEq
 from opteq.cells.function import FunctionCell
 from opteq.cells.gaussian import GaussianDEQ
-from opteq.cells.monotone import Monotone
+from opteq.cells.monotone import Monotone, MonotoneConv
+from opteq.cells.multitier import MonotoneMultiTier
 from opteq.cells.optimization import ConvOptEq, DepthwiseOptEq, OptEq
 from opteq.cells.scaled_relu import ScaledReLU
 from opteq.cells.variants import AffineOptEq, MultivariateOptEq
@@ -17,6 +18,8 @@ __all__ = [
     "FunctionCell",
     "GaussianDEQ",
     "Monotone",
+    "MonotoneConv",
+    "MonotoneMultiTier",
     "MultivariateOptEq",
     "OptEq",
     "ScaledReLU",

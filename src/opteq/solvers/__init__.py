@@ -6,5 +6,6 @@ from opteq.solvers.broyden import Broyden
 from opteq.solvers.newton import Newton
 from opteq.solvers.picard import Picard
 from opteq.solvers.sam import SAM
+from opteq.solvers.splitting import ForwardBackward, PeacemanRachford
 
-__all__ = ["SAM", "Accelerated", "Anderson", "Broyden", "Newton", "Picard"]
+__all__ = ["SAM", "Accelerated", "Anderson", "Broyden", "ForwardBackward", "Newton", "PeacemanRachford", "Picard"]
