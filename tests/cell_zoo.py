@@ -7,20 +7,27 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from opteq import Cell
+from opteq import Cell, Solver
 from opteq.cells import (
     AffineOptEq,
     ConvOptEq,
     DeepOptEq,
     DepthwiseOptEq,
+    GaussianDEQ,
+    Monotone,
+    MonotoneConv,
+    MonotoneMultiTier,
     MultivariateOptEq,
     OptEq,
+    ScaledReLU,
     StackedOptEq,
     WideOptEq,
 )
+from opteq.cells.monotone import MonotoneCell
 from opteq.cells.optimization import OptEqCell
 from opteq.operators import Dense, Operator
 from opteq.regularizers import HSIC, L1, L2, Decorrelation, Incay
+from opteq.solvers import Anderson, ForwardBackward, Newton, PeacemanRachford, Picard
 
 MONOTONE = ("relu", "leaky_relu", "tanh", "sigmoid", "softplus", "identity", "soft_threshold")
 BATCH, INPUTS, FEATURES = 4, 3, 4
@@ -126,11 +133,16 @@ class Entry:
     coupled: bool = False
     blocks: int = 0  # of a stacked state
     smooth: bool = False  # twice differentiable
+    inputs: tuple[int, ...] = ()  # where they are not those of the zoo
+    state: tuple[int, ...] = ()
+    solvers: tuple[Solver | None, ...] = (None, Anderson(), Picard())  # that find the equilibrium
 
     def x(self, batch: int = BATCH, seed: int = 1) -> Tensor:
-        return random_matrix(batch, *((CHANNELS_IN, *SIZE) if self.image else (INPUTS,)), seed=seed)
+        return random_matrix(batch, *(self.inputs or ((CHANNELS_IN, *SIZE) if self.image else (INPUTS,))), seed=seed)
 
     def state_shape(self) -> tuple[int, ...]:
+        if self.state:
+            return self.state
         one = (CHANNELS, *SIZE) if self.image else (FEATURES,)
         return (self.blocks, *one) if self.blocks else one
 
@@ -248,4 +260,60 @@ def _others() -> list[Entry]:
     ]
 
 
-ZOO = {entry.name: entry for entry in (*_one_layer(), *_constrained(), *_deep(), *_others())}
+def monotone(seed: int, cell: MonotoneCell, scale: float = 1.5) -> MonotoneCell:
+    """The cell in float64, its weights scaled so that ||W|| is above 1, with an injection of size about 1.5."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in cell.double().named_parameters():
+            values = torch.randn(p.shape, generator=g, dtype=p.dtype)
+            p.copy_(values if name[0] in "Ub" else scale * values / p[0].numel() ** 0.5)
+    return cell
+
+
+def gaussian(seed: int) -> GaussianDEQ:
+    torch.manual_seed(seed)
+    return GaussianDEQ(INPUTS, FEATURES, sigma_w2=0.06).double()
+
+
+def scaled_relu(seed: int) -> ScaledReLU:
+    torch.manual_seed(seed)
+    cell = ScaledReLU(INPUTS, FEATURES, gamma=0.4).double()
+    with torch.no_grad():
+        cell.A.add_(0.3 * random_matrix(FEATURES, FEATURES, seed=seed))
+        cell.W.mul_(2)
+    return cell
+
+
+def _theory() -> list[Entry]:
+    splitting = (None, PeacemanRachford(), PeacemanRachford(0.5), ForwardBackward(), Newton())
+    plain = (None, Anderson(), Newton())
+    dense = {"symmetric": False, "solvers": splitting}
+    image = {**dense, "image": True}
+
+    def relu() -> MonotoneCell:
+        return monotone(0, Monotone(INPUTS, FEATURES, m=1.0))
+
+    def zeros() -> MonotoneCell:
+        return monotone(2, MonotoneConv(CHANNELS_IN, CHANNELS, SIZE, m=1.0, padding="zeros", activation="tanh"), 0.7)
+
+    def tiers() -> MonotoneCell:
+        return monotone(4, MonotoneMultiTier(CHANNELS_IN, (1, 2), (4, 2), m=0.8, activation="tanh"), 0.8)
+
+    return [
+        Entry("gaussian", lambda: gaussian(0), symmetric=False),
+        Entry("scaled relu", lambda: scaled_relu(0), symmetric=False),
+        Entry("monotone relu", relu, **dense),
+        *(
+            Entry(f"monotone {name}", lambda name=name: monotone(1, Monotone(INPUTS, FEATURES, m=0.8, activation=name)), **dense)
+            for name in MONOTONE
+            if name != "relu"
+        ),
+        Entry("monotone without bias", lambda: monotone(6, Monotone(INPUTS, FEATURES, m=1.5, bias=False)), **dense),
+        Entry("monotone conv", lambda: monotone(2, MonotoneConv(CHANNELS_IN, CHANNELS, SIZE, m=0.5), 0.8), **image),
+        Entry("monotone conv 2", lambda: monotone(3, MonotoneConv(CHANNELS_IN, CHANNELS, SIZE, m=0.5, kernel_size=2)), **image),
+        Entry("monotone conv zeros", zeros, symmetric=False, image=True, smooth=True, solvers=(*plain, ForwardBackward())),
+        Entry("monotone tiers", tiers, **image, smooth=True, inputs=(CHANNELS_IN, 4, 2), state=(6, 2, 1)),
+    ]
+
+
+ZOO = {entry.name: entry for entry in (*_one_layer(), *_constrained(), *_deep(), *_others(), *_theory())}

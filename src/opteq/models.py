@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.cells import ScaledReLU
-from opteq.checks import check_instance
+from opteq.checks import check_instance, invalid
 from opteq.equilibrium import Cell, Equilibrium, OnFailure
 from opteq.solve import Solution, Solver, Stop
 
@@ -22,9 +22,7 @@ class Readout(nn.Module):
         super().__init__()
         check_instance(self, "cell", cell, Cell, "a Cell")
         if len(getattr(cell, "state_shape", ())) != 1:
-            raise ValueError(
-                f"The 'cell' parameter of Readout must have states that are vectors. Got {type(cell).__name__} instead."
-            )
+            raise ValueError(invalid(self, "cell", "a cell whose states are vectors", type(cell).__name__))
         Equilibrium(cell, solver, stop, on_failure=on_failure)  # checks the rest
         self.cell = cell
         self.solver, self.stop, self.on_failure = solver, stop, on_failure

@@ -39,6 +39,18 @@ class ModuleMap(Map):
         return out
 
 
+@dataclass(frozen=True)
+class NetworkMap(ModuleMap):
+    """z -> f(z, x) for a cell whose `forward` is f, and uses nothing but its parameters and buffers."""
+
+    closed: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, cell: Cell, x: Tensor) -> "NetworkMap":
+        """The map of the cell for these inputs, in the promoted dtype."""
+        return cls(_twin(cell, {}), _own(cell, "parameters"), _own(cell, "buffers"), x.to(cell.promoted(x)))
+
+
 class FunctionCell(Cell):
     """z = f(z, x) for any f that maps [batch, *state_shape] and x to [batch, *state_shape].
 

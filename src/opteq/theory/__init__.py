@@ -1,10 +1,19 @@
 """The problem that an equilibrium solves, and what follows from it."""
 
+from opteq.theory.kernels import (
+    KernelRegression,
+    kernel_regression,
+    least_eigenvalue,
+    population_kernel,
+    scaled_relu_kernel,
+    tangent_limit,
+)
 from opteq.theory.objective import envelope, inclusion_residual, objective
 from opteq.theory.problem import Problem, Requirement, recover_problem
 from opteq.theory.rewrite import ProxTest, UnitLayers, WeightTied, from_feedforward, is_prox, solve_factor, unit_layers, weight_tied
 
 __all__ = [
+    "KernelRegression",
     "Problem",
     "ProxTest",
     "Requirement",
@@ -14,9 +23,14 @@ __all__ = [
     "from_feedforward",
     "inclusion_residual",
     "is_prox",
+    "kernel_regression",
+    "least_eigenvalue",
     "objective",
+    "population_kernel",
     "recover_problem",
+    "scaled_relu_kernel",
     "solve_factor",
+    "tangent_limit",
     "unit_layers",
     "weight_tied",
 ]
