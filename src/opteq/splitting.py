@@ -109,6 +109,7 @@ class SplitMap(ActivationMap):
         return found
 
 
+@torch.no_grad()
 def _norms(W: Operator, like: Tensor) -> tuple[float, float]:
     """||I - W|| and ||W|| by power iterations on both at once, from a vector without symmetries."""
     v = torch.arange(1, 2 * like[0].numel() + 1, device=like.device).sin().to(like.dtype).view(2, *like.shape[1:])

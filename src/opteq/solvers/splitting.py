@@ -79,7 +79,8 @@ class SplitForm(Map):
     def sizes(self, s: Tensor, p: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """(|f(z) - z|, |f(z)|), the second to within the first."""
         value = self.activate(p)
-        return norm(value - s), norm(value)
+        scale = norm(value)
+        return norm(value - s if value.requires_grad or value is p else value.sub_(s)), scale
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,8 @@ def _shift(reflected: Tensor, u: Tensor, step: float) -> Tensor:
 
 def _linear_form(fn: LinearizedMap, base: SplitMap, step: float, reflection: Operator | None) -> LinearSplitForm:
     slope = base.sigma.derivative(base.hidden(fn.z))
-    gain = slope if step == 1 else slope / torch.add(torch.full_like(slope, step), slope, alpha=1 - step)
+    gain = slope if step == 1 else slope / (slope * (1 - step)).add_(step)
+    gain = slope if torch.equal(gain, slope) else gain  # as for ReLU, whose slopes are 0 and 1: less to keep
     u = fn.g if fn.transposed else base.W(fn.g)
     shift = None
     if reflection is not None:
@@ -217,7 +219,7 @@ class ForwardState(SplitState):
 
 @dataclass(frozen=True)
 class ReflectedState(SplitState):
-    """s = prox(t)."""
+    """s = prox(t). Both change in place."""
 
     t: Tensor
 
@@ -296,7 +298,7 @@ class PeacemanRachford(Solver):
         z = fn.output(s, p)
         size, scale = fn.sizes(s, p, z)
         t = torch.lerp(s, p, fn.step)
-        return ReflectedState(z, evals, fn.prox(t), size, scale, torch.ones_like(size), t)
+        return ReflectedState(z, evals, _apart(fn.prox(t), t), size, scale, torch.ones_like(size), t)
 
     def step(self, fn: Map, state: State) -> ReflectedState:
         """With w the resolvent of y = 2 s - t the new t is 2 w - y, which is also w - alpha ((I - W) w - u).
@@ -306,8 +308,13 @@ class PeacemanRachford(Solver):
         assert isinstance(fn, SplitForm)
         assert isinstance(state, ReflectedState)
         t = fn.reflect(torch.sub(state.s, state.t).add_(state.s))
-        w = torch.sub(t, state.t).mul_(0.5).add_(state.s)
-        p = t if fn.step == 1 else torch.lerp(w, t, 1 / fn.step)
+        w = state.t.neg_().add_(t).mul_(0.5).add_(state.s)
+        p = torch.lerp(w, t, 1 / fn.step, out=state.s)
         z = fn.output(w, p)
         size, scale = fn.sizes(w, p, z)
-        return ReflectedState(z, state.evals + 1, fn.prox(t), size, scale, state.trust, t)
+        return ReflectedState(z, state.evals + 1, _apart(fn.prox(t), t), size, scale, state.trust, t)
+
+
+def _apart(s: Tensor, t: Tensor) -> Tensor:
+    """s in memory of its own, also for the identity."""
+    return s.clone() if s is t else s

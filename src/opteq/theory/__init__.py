@@ -1,5 +1,13 @@
 """The problem that an equilibrium solves, and what follows from it."""
 
+from opteq.theory.error import (
+    CertifiedPredictions,
+    ErrorBound,
+    Interval,
+    certified_interval,
+    certified_predictions,
+    error_bound,
+)
 from opteq.theory.kernels import (
     KernelRegression,
     kernel_regression,
@@ -8,23 +16,36 @@ from opteq.theory.kernels import (
     scaled_relu_kernel,
     tangent_limit,
 )
+from opteq.theory.lipschitz import CertifiedRadius, LipschitzBound, certified_radius, lipschitz_bound
+from opteq.theory.ntk import empirical_ntk
 from opteq.theory.objective import envelope, inclusion_residual, objective
 from opteq.theory.problem import Problem, Requirement, recover_problem
 from opteq.theory.rewrite import ProxTest, UnitLayers, WeightTied, from_feedforward, is_prox, solve_factor, unit_layers, weight_tied
 
 __all__ = [
+    "CertifiedPredictions",
+    "CertifiedRadius",
+    "ErrorBound",
+    "Interval",
     "KernelRegression",
+    "LipschitzBound",
     "Problem",
     "ProxTest",
     "Requirement",
     "UnitLayers",
     "WeightTied",
+    "certified_interval",
+    "certified_predictions",
+    "certified_radius",
+    "empirical_ntk",
     "envelope",
+    "error_bound",
     "from_feedforward",
     "inclusion_residual",
     "is_prox",
     "kernel_regression",
     "least_eigenvalue",
+    "lipschitz_bound",
     "objective",
     "population_kernel",
     "recover_problem",

@@ -1,0 +1,141 @@
+"""What is known at theta(0), each number on the safe side of rounding and of the solver's error."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from opteq.cells import GaussianDEQ, Monotone, ScaledReLU
+from opteq.models import Readout
+from opteq.theory.certificates.measure import sigma_min, tight_solution
+
+__all__ = ["Start", "covered", "observe", "upper_norm"]
+
+_EPS = torch.finfo(torch.float64).eps
+_TINY = 1e-100  # below that, powers of sigma_min(Z) and what they are compared with may underflow
+
+
+@dataclass(frozen=True)
+class Start:
+    """Norms, |y^ - y| and ||X||_F from above, sigma_min(Z) from below. Where no equilibrium need exist, the last ones are NaN."""
+
+    N: int
+    width: int
+    XF: float
+    norms: Mapping[str, float]
+    constant: float  # gamma of ScaledReLU, m of Monotone, sigma_w2 of GaussianDEQ
+    apart: float  # |x_i / |x_i| - x_j / |x_j|| of the two inputs closest to parallel; infinite where their states need not be
+    pair: tuple[int, int]
+    rounding: float  # of `apart`
+    sigma: float = math.nan
+    r0: float = math.nan
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """|z - z*| <= factor |f(z) - z|; `linear` and `injection` bound the entries that rounding in f(z) is relative to."""
+
+    factor: float
+    linear: float
+    injection: float
+
+
+def observe(readout: Readout, X: Tensor, y: Tensor) -> Start:
+    """Everything that the conditions of a theorem need."""
+    cell = covered(readout)
+    bias = cell.b if isinstance(cell, Monotone) else None
+    biased = bias is not None and bool(bias.detach().any())
+    augmented = biased or (bias is not None and bias.requires_grad)
+    inputs = torch.cat([X, torch.ones_like(X[:, :1])], dim=1) if augmented else X
+    norms = {name: upper_norm(value.detach()) for name, value in _weights(readout, augmented).items()}
+    seen = inputs if biased else X  # a bias of 0 does not tell parallel inputs apart
+    apart, pair = _most_parallel(seen) if cell.activation.name in _HOMOGENEOUS else (math.inf, (0, 0))
+    XF = upper_norm(inputs.reshape(-1))
+    known = Start(X.shape[0], readout.a.numel(), XF, norms, _constant(cell), apart, pair, 8 * (inputs.shape[1] + 2) * _EPS)
+    reach = _reach(readout, norms)
+    return known if reach is None else _solved(known, reach, readout, X, inputs, y)
+
+
+_HOMOGENEOUS = ("relu", "leaky_relu", "identity")
+
+
+def covered(readout: Readout) -> GaussianDEQ | ScaledReLU | Monotone:
+    """The cell, one of those that the theorems are about."""
+    assert isinstance(readout.cell, (GaussianDEQ, ScaledReLU, Monotone))
+    return readout.cell
+
+
+def _weights(readout: Readout, augmented: bool) -> dict[str, Tensor]:
+    """The parameters by the names of the papers; the bias of a Monotone is one more column of U."""
+    cell = covered(readout)
+    found: dict[str, Tensor] = {"a": readout.a}
+    if isinstance(cell, Monotone):
+        U = torch.cat([cell.U, cell.b[:, None]], dim=1) if augmented and cell.b is not None else cell.U
+        return found | {"A": cell.A, "B": cell.B, "[U b]" if augmented else "U": U}
+    return found | dict(cell.named_parameters())
+
+
+def _constant(cell: GaussianDEQ | ScaledReLU | Monotone) -> float:
+    if isinstance(cell, ScaledReLU):
+        return cell.gamma
+    return cell.m if isinstance(cell, Monotone) else cell.sigma_w2
+
+
+def upper_norm(value: Tensor) -> float:
+    """||W||_2 of a matrix or |a| of a vector, enlarged by more than the error of its computation."""
+    norm = torch.linalg.matrix_norm(value, 2) if value.ndim == 2 else torch.linalg.vector_norm(value)
+    return float(norm) * (1 + 1e-12 + 16 * max(value.shape) * _EPS)
+
+
+def _most_parallel(X: Tensor) -> tuple[float, tuple[int, int]]:
+    """The least distance between two inputs scaled to length 1, and which they are; an input 0 is paired with itself."""
+    unit = torch.nn.functional.normalize(X / X.abs().amax(1, keepdim=True).clamp_min(torch.finfo(X.dtype).tiny), dim=1)
+    empty = (~X.any(1)).nonzero().flatten().tolist()
+    if empty or X.shape[0] == 1:
+        return (0.0, (empty[0], empty[0])) if empty else (math.inf, (0, 0))
+    cosines = (unit @ unit.T).fill_diagonal_(-2.0)
+    i, j = sorted(divmod(int(cosines.argmax()), X.shape[0]))
+    return float(torch.linalg.vector_norm(unit[i] - unit[j])), (i, j)
+
+
+def _reach(readout: Readout, norms: Mapping[str, float]) -> _Reach | None:
+    """How far z can be from the equilibrium, or None when there may be no equilibrium."""
+    cell = covered(readout)
+    if isinstance(cell, Monotone):
+        return _monotone_reach(cell) if cell.m > 0 else None
+    if isinstance(cell, ScaledReLU):
+        factor, linear, injection = cell.gamma * norms["A"], cell.gamma * cell.A, cell.W
+    else:
+        factor, linear, injection = norms["W"], cell.W, cell.U
+    return _Reach(1 / (1 - factor), _frobenius(linear), _frobenius(injection)) if 0 <= factor < 1 else None
+
+
+def _monotone_reach(cell: Monotone) -> _Reach:
+    """|z - z*| <= |e| + |W e| / m for e = f(z) - z: I - W >= m I."""
+    W = upper_norm(cell.matrix().detach())
+    linear = abs(1 - cell.m) * math.sqrt(cell.width) + _frobenius(cell.A) ** 2 + 2 * _frobenius(cell.B)
+    bias = 0.0 if cell.b is None else _frobenius(cell.b)
+    return _Reach(1 + W / cell.m, linear, math.hypot(_frobenius(cell.U), bias))
+
+
+def _frobenius(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.detach()))
+
+
+@torch.no_grad()
+def _solved(known: Start, reach: _Reach, readout: Readout, X: Tensor, inputs: Tensor, y: Tensor) -> Start:
+    """sigma_min(Z*) >= sigma_min(Z) - ||Z - Z*||_F - rounding, and |y^ - y| from above, whatever the solver returned."""
+    Z = tight_solution(readout, X).z
+    sizes = torch.linalg.vector_norm(Z, dim=1)
+    residual = torch.linalg.vector_norm(covered(readout).bind(X)(Z) - Z, dim=1)
+    entries = (reach.linear + 1) * sizes + reach.injection * torch.linalg.vector_norm(inputs, dim=1)
+    rounding = 2 * _EPS * (known.width + inputs.shape[1] + 16) * entries
+    error = reach.factor * float(torch.linalg.vector_norm(residual + rounding)) * (1 + 1e-9)
+    spread = 16 * (known.N + known.width) * _EPS * float(torch.linalg.vector_norm(Z))
+    sigma = max(0.0, sigma_min(Z) - error - spread) * (1 - 1e-12)
+    sigma = sigma if sigma > _TINY else 0.0
+    y_hat = Z @ readout.a
+    r0 = float(torch.linalg.vector_norm(y_hat - y)) * (1 + 1e-12) + known.norms["a"] * (error + spread)
+    return replace(known, sigma=sigma, r0=r0)

@@ -1,0 +1,300 @@
+"""How far is a returned z from the true equilibrium z*, and which predictions can no longer change? A posteriori and rigorous."""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from opteq.batch import flat, norm, sound_samples
+from opteq.cells.deep import DeepMap, StackedMap
+from opteq.cells.optimization import OptEqMap
+from opteq.cells.variants import AffineMap, MultivariateMap
+from opteq.cells.wide import WideMap
+from opteq.checks import check_finite, check_floating, check_instance, check_number, invalid
+from opteq.equilibrium import Cell
+from opteq.models import Readout
+from opteq.solve import Map, Solution
+from opteq.spectral import Evidence
+from opteq.splitting import ActivationMap, SplitMap
+from opteq.theory.contraction import (
+    ROUNDING,
+    Rates,
+    UnknownFactorError,
+    around,
+    in_sequence,
+    layer_rates,
+    monotonicity,
+    rates,
+    ratio,
+    side_by_side,
+    weakest,
+)
+
+__all__ = ["CertifiedPredictions", "ErrorBound", "Interval", "certified_interval", "certified_predictions", "error_bound"]
+
+_EPS = torch.finfo(torch.float64).eps
+_Part = TypeVar("_Part", bound=nn.Module)
+
+
+class ErrorBound(NamedTuple):
+    """|z - z*| <= bound for each sample; an "estimate" rests on a norm that was only estimated."""
+
+    bound: Tensor  # [batch], float64
+    evidence: Evidence
+
+
+def error_bound(cell: Cell, x: Tensor, solution: Solution | Tensor, *, factor: float | None = None) -> ErrorBound:
+    """|z - z*| <= |f(z) - z| / (1 - c) for each sample, z* the equilibrium and c a Lipschitz constant of f.
+
+    `solution` is a Solution or any z. One evaluation of f at z, whatever the solver, in double precision, with an allowance for
+    rounding; z* is the equilibrium of the cell's stored parameters in double precision.
+
+    - One OptEq layer: c = L ||W||^2 / mu. The skip connection multiplies both the residual and 1 - c by alpha, which drops out.
+      With an invertible A: |f(y) - y| / ((1 - c) sigma_min(A)) at y = A z + t.
+    - Layers one after the other: the product of their factors, times that of the regulariser's step; side by side: the mean.
+    - sigma(W z + u), as in GaussianDEQ and ScaledReLU: c = L ||W||.
+    - The same with a monotone sigma and m > 0, m = 1/L - the largest eigenvalue of (W + W')/2, as in monotone networks:
+      |e| + |W e| / m, e = f(z) - z. Proof: for d = f(z) - z*, a monotone L-Lipschitz sigma has |d|^2 / L <= <W (d - e), d>, so
+      m |d|^2 <= |W e| |d|. Where both apply, the smaller.
+
+    The bound is infinite where the condition fails (c >= 1, m <= 0) and where x or z is not finite. `factor`: a c < 1 of your own,
+    of f as the cell applies it (on the whole batch if f couples the samples), for cells of which none is known; f is then evaluated
+    in the cell's own precision.
+    """
+    check_instance("error_bound", "cell", cell, Cell, "a Cell")
+    check_floating("error_bound", "x", x)
+    z = solution.z if isinstance(solution, Solution) else solution
+    check_floating("error_bound", "solution", z)
+    check_finite(cell, cell.named_parameters())
+    x, z = x.detach(), z.detach()
+    with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
+        expected = cell.initial(x).shape
+        if z.shape != expected:
+            raise ValueError(invalid("error_bound", "solution", f"of shape {list(expected)}", list(z.shape)))
+        bound, evidence = _distance_of(cell, x, z.double()) if factor is None else _given(cell, x, z, factor)
+    known = sound_samples(x) & sound_samples(z) & ~bound.isnan()
+    return ErrorBound(torch.where(known, bound, math.inf), "estimate" if evidence == "estimate" else "bound")
+
+
+def _given(cell: Cell, x: Tensor, z: Tensor, factor: float) -> tuple[Tensor, Evidence]:
+    """|f(z) - z| / (1 - factor), in the precision of the cell: its f may know no other."""
+    check_number("error_bound", "factor", factor, 0.0, 1.0, open_high=True)
+    dtype = cell.promoted(x)
+    fn, z = cell.bind(x).to(dtype), z.to(dtype)
+    fz = fn(z)
+    allowance = rounding(z, norm(z), norm(fz)) * torch.finfo(dtype).eps / _EPS
+    return _whole(fn, norm((fz - z).double()) + allowance) / (1 - factor), "bound"
+
+
+def _distance_of(cell: Cell, x: Tensor, z: Tensor) -> tuple[Tensor, Evidence]:
+    fn = in_double(cell).bind(x.double()).to(torch.float64)
+    try:
+        return _distance(fn, z)
+    except UnknownFactorError as error:
+        raise TypeError(
+            f"error_bound knows no contraction factor of {type(cell).__name__}: {error} If you know a c < 1 with "
+            "|f(z) - f(z')| <= c |z - z'| for all z and z', (a) pass it as factor=c; otherwise (b) use a cell with one, such as "
+            "Monotone or OptEq, or (c) compare with a solve to a tighter tolerance, which proves nothing."
+        ) from None
+
+
+def in_double(module: _Part) -> _Part:
+    """The module in double precision: itself, or a copy."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(t.dtype == torch.float64 for t in tensors if t.is_floating_point()):
+        return module
+    return copy.deepcopy(module).double()
+
+
+def rounding(z: Tensor, *sizes: Tensor) -> Tensor:
+    """2 n eps times the sizes of what is added up in an evaluation, for each sample.
+
+    A product W z of length n is off by about sqrt(n) eps ||W||_F |z| (Higham and Mary, 2019), and ||W||_F <= sqrt(n) ||W||.
+    """
+    return 2 * max(1, z[0].numel() if len(z) else 1) * _EPS * torch.stack([size.double() for size in sizes]).sum(0)
+
+
+def _whole(fn: Map, sizes: Tensor) -> Tensor:
+    """The norm of each sample; that of the batch where the samples are coupled, for then c is a constant of the whole batch."""
+    return torch.linalg.vector_norm(sizes).expand_as(sizes) if fn.coupled else sizes
+
+
+def _distance(fn: Map, z: Tensor) -> tuple[Tensor, Evidence]:
+    """A bound of |z - z*| for each sample."""
+    if isinstance(fn, AffineMap):
+        return _affine(fn, z)
+    if isinstance(fn, StackedMap):
+        return _stacked(fn, z)
+    if isinstance(fn, DeepMap):
+        return _deep(fn, z)
+    if isinstance(fn, WideMap):
+        return _wide(fn, z)
+    if isinstance(fn, (OptEqMap, MultivariateMap)):
+        own = layer_rates(fn, z.shape[1:])
+        return _contracted(fn.plain(z), z, own, own.gain * norm(fn.u)), own.evidence
+    if isinstance(fn, ActivationMap):
+        return _activated(fn, z)
+    raise UnknownFactorError(f"no Lipschitz constant of a {type(fn).__name__} is known.")
+
+
+def _contracted(fz: Tensor, z: Tensor, own: Rates, *sizes: Tensor) -> Tensor:
+    """|f(z) - z| / (1 - c)."""
+    return ratio(norm(fz - z) + rounding(z, norm(z), norm(fz), *sizes), own.gap)
+
+
+def _activated(fn: ActivationMap, z: Tensor) -> tuple[Tensor, Evidence]:
+    """The smaller of |e| / (1 - c) and |e| + |W e| / m, where each of them is known."""
+    fz = fn(z)
+    found: list[tuple[Tensor, Evidence]] = []
+    if not isinstance(fn, SplitMap):
+        own = layer_rates(fn, z.shape[1:])
+        found.append((_contracted(fz, z, own, own.gain * norm(fn.u)), own.evidence))
+    m = monotonicity(fn)
+    if m is not None:
+        found.append((_monotone(fn, z, fz, m), "bound"))
+    return torch.stack([bound for bound, _ in found]).amin(0), weakest(*(evidence for _, evidence in found))
+
+
+def _monotone(fn: ActivationMap, z: Tensor, fz: Tensor, m: Tensor) -> Tensor:
+    """|e| + |W e| / m; rounding errors of e are taken to grow under W as e and z do."""
+    e = fz - z
+    We, Wz = fn.W(e), fn.W(z)
+    allowance = rounding(z, norm(z), norm(fz), norm(Wz), norm(fn.u))
+    growth = 1 + sum(norm(after) / norm(before).clamp(min=torch.finfo(z.dtype).tiny) for after, before in ((We, e), (Wz, z)))
+    return norm(e) + allowance + ratio(norm(We) + growth * allowance, m)
+
+
+def _affine(fn: AffineMap, z: Tensor) -> tuple[Tensor, Evidence]:
+    """|z - z*| = |A^-1 (y - y*)| at y = A z + t, of which f is the map."""
+    y = linear(z, fn.A, fn.t)
+    bound, evidence = _distance(fn.base, y)
+    singular = torch.linalg.svdvals(fn.A)
+    least = singular[-1] - ROUNDING * singular[0]
+    return ratio(bound + rounding(z, singular[0] * norm(z), norm(y)), least), evidence
+
+
+def _deep(fn: DeepMap, z: Tensor) -> tuple[Tensor, Evidence]:
+    parts = [rates(layer, z.shape[1:]) for layer in fn.layers]
+    path = fn.path(z)
+    allowance = torch.zeros_like(norm(z))
+    for layer, part, before, after in zip(fn.layers, parts, path[:-1], path[1:], strict=True):
+        allowance = (1 - part.gap) * allowance + _own_rounding(layer, part, before, after)
+    whole = in_sequence(parts)
+    return ratio(_whole(fn, norm(path[-1] - z) + allowance), whole.gap), whole.evidence
+
+
+def _own_rounding(layer: Map, part: Rates, before: Tensor, after: Tensor) -> Tensor:
+    injected = [part.gain * norm(layer.u)] if isinstance(layer, (OptEqMap, MultivariateMap)) else []
+    return rounding(before, norm(before), norm(after), *injected)
+
+
+def _wide(fn: WideMap, z: Tensor) -> tuple[Tensor, Evidence]:
+    parts = [rates(layer, z.shape[1:]) for layer in fn.layers]
+    whole = side_by_side(parts, fn.weights)
+    sizes = [part.gain * norm(layer.u) for layer, part in zip(fn.layers, parts, strict=True) if isinstance(layer, OptEqMap)]
+    return _contracted(fn(z), z, whole, *sizes), whole.evidence
+
+
+def _stacked(fn: StackedMap, z: Tensor) -> tuple[Tensor, Evidence]:
+    """The distances of the blocks obey d_l <= c_l d_{l-1} + r_l, r_l the residual of block l."""
+    parts = [rates(layer, z.shape[2:]) for layer in fn.layers]
+    fz, before = fn(z), z.roll(1, dims=1)
+    r = [
+        norm(fz[:, i] - z[:, i]) + _own_rounding(layer, part, before[:, i], fz[:, i])
+        for i, (layer, part) in enumerate(zip(fn.layers, parts, strict=True))
+    ]
+    blocks = around(parts, torch.stack(r, dim=1))
+    return torch.linalg.vector_norm(blocks, dim=1), in_sequence(parts).evidence
+
+
+class Interval(NamedTuple):
+    """low <= y* <= high for each output."""
+
+    low: Tensor
+    high: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CertifiedPredictions:
+    """The class of each sample, and whether solving further could change it."""
+
+    prediction: Tensor  # [batch], the class at z
+    certified: Tensor  # [batch], whether it is the class at z* for certain
+    reach: Tensor  # [batch], an error |z - z*| below this leaves the class as it is
+
+
+def certified_interval(head: nn.Linear | Readout, z: Tensor, bound: Tensor) -> Interval:
+    """|w_j'z + b_j - (w_j'z* + b_j)| <= |w_j| |z - z*|: where each output of a linear head is at the true equilibrium.
+
+    `bound`: of |z - z*|, from error_bound. [batch, outputs]; [batch] for a Readout.
+    """
+    W, b = _affine_head("certified_interval", head)
+    rows = _rows("certified_interval", W, z, bound)
+    y = linear(rows, W, b)
+    spread = norm(W) * bound.double()[:, None] + _logit_rounding(W, b, rows)
+    spread = torch.where(spread.isnan() | y.isnan(), math.inf, spread)
+    y = y.nan_to_num()
+    low, high = y - spread, y + spread
+    return Interval(low[:, 0], high[:, 0]) if isinstance(head, Readout) else Interval(low, high)
+
+
+def certified_predictions(head: nn.Linear | Readout, z: Tensor, bound: Tensor) -> CertifiedPredictions:
+    """The class of z is that of z* if y_top - y_j > |w_top - w_j| |z - z*| for every other class j, y = W z + b.
+
+    By Cauchy and Schwarz the difference of the two logits moves by at most |w_top - w_j| |z - z*|, which is at most, and often much
+    less than, the |w_top| + |w_j| by which the logits can move one by one. A head with a single output decides by its sign: class 1
+    if y > 0, else 0. `bound`: of |z - z*|, from error_bound.
+    """
+    prediction, reach = class_reach("certified_predictions", head, z, bound)
+    return CertifiedPredictions(prediction, bound.double() < reach, reach)
+
+
+def class_reach(owner: str, head: nn.Linear | Readout, z: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """The class of z, and how far z can move without leaving it: the distance to the nearest boundary between two classes."""
+    W, b = _affine_head(owner, head)
+    rows = _rows(owner, W, z, bound)
+    if len(W) == 1:
+        W, b = torch.cat([torch.zeros_like(W), W]), torch.cat([torch.zeros_like(b), b])
+    y = linear(rows, W, b)
+    prediction = y.argmax(1)
+    slack = _logit_rounding(W, b, rows)
+    top = prediction[:, None]
+    margin = y.gather(1, top) - slack.gather(1, top) - (y + slack)
+    apart = torch.cdist(W, W, compute_mode="donot_use_mm_for_euclid_dist")[prediction] * (1 + ROUNDING)
+    reach = torch.where(margin > 0, margin / apart, 0.0).scatter(1, top, math.inf)
+    return prediction, torch.where(sound_samples(rows), reach.amin(1), 0.0)
+
+
+def _logit_rounding(W: Tensor, b: Tensor, rows: Tensor) -> Tensor:
+    """What rounding can do to each logit: [batch, outputs]."""
+    return 2 * W.shape[1] * _EPS * (norm(W) * norm(rows)[:, None] + b.abs())
+
+
+def _affine_head(owner: str, head: object) -> tuple[Tensor, Tensor]:
+    """W and b of y = W z + b, in double precision."""
+    if isinstance(head, Readout):
+        W, b = head.a.detach().double()[None], None
+    else:
+        check_instance(owner, "head", head, nn.Linear, "an nn.Linear or a Readout")
+        assert isinstance(head, nn.Linear)
+        W, b = head.weight.detach().double(), head.bias
+    return W, W.new_zeros(len(W)) if b is None else b.detach().double()
+
+
+def _rows(owner: str, W: Tensor, z: Tensor, bound: Tensor) -> Tensor:
+    """z as rows, in double precision."""
+    check_floating(owner, "z", z)
+    check_floating(owner, "bound", bound)
+    shapes: Sequence[tuple[str, Tensor, str, bool]] = (
+        ("z", z, f"of shape [batch, ...] with {W.shape[1]} entries a sample", z.ndim > 1 and math.prod(z.shape[1:]) == W.shape[1]),
+        ("bound", bound, f"of shape {list(z.shape[:1])}", bound.shape == z.shape[:1]),
+    )
+    for name, value, expected, right in shapes:
+        if not right:
+            raise ValueError(invalid(owner, name, expected, list(value.shape)))
+    return flat(z.detach().double())

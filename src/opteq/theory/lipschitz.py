@@ -1,0 +1,326 @@
+"""How much can the output change with the input? Upper bounds of Lipschitz constants, and certified radii of classifiers."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from opteq.batch import sound_samples
+from opteq.cells import (
+    DeepOptEq,
+    DepthwiseOptEq,
+    GaussianDEQ,
+    Monotone,
+    MonotoneConv,
+    MonotoneMultiTier,
+    ScaledReLU,
+    StackedOptEq,
+    WideOptEq,
+)
+from opteq.cells.deep import RegularizedStep
+from opteq.cells.optimization import ConvOptEq, OptEq, OptEqMap
+from opteq.cells.variants import AffineOptEq, MultivariateMap
+from opteq.checks import check_finite, check_floating, check_instance, invalid
+from opteq.equilibrium import Cell, Equilibrium
+from opteq.models import Readout
+from opteq.operators import Conv, Dense, Operator, Padding, Separable
+from opteq.solve import pullback
+from opteq.spectral import Evidence, Norm, operator_norm
+from opteq.splitting import ActivationMap, SplitMap
+from opteq.theory.contraction import (
+    ROUNDING,
+    Rates,
+    around,
+    in_sequence,
+    layer_rates,
+    measured,
+    monotonicity,
+    rates,
+    ratio,
+    side_by_side,
+    weakest,
+)
+from opteq.theory.error import class_reach, error_bound, in_double
+
+__all__ = ["CertifiedRadius", "LipschitzBound", "certified_radius", "lipschitz_bound"]
+
+
+@dataclass(frozen=True)
+class LipschitzBound:
+    """|g(x) - g(x')| <= value |x - x'| for all x and x'; an "estimate" rests on a norm that was only estimated."""
+
+    value: Tensor  # 0-d, float64; infinite where nothing is known
+    evidence: Evidence
+    method: str
+
+    def __float__(self) -> float:
+        return float(self.value.detach())
+
+    def __repr__(self) -> str:
+        return f"LipschitzBound({float(self):.6g}, {self.evidence} by {self.method})"
+
+    def times(self, factor: Tensor | float, evidence: Evidence = "exact") -> "LipschitzBound":
+        """That of the map followed by another."""
+        return LipschitzBound(self.value * factor, weakest(self.evidence, evidence), self.method)
+
+
+def lipschitz_bound(model: nn.Module) -> LipschitzBound:
+    """|g(x) - g(x')| <= value |x - x'|, g the equilibrium x -> z of a cell or an Equilibrium, or the output of a network.
+
+    - z = sigma(W z + U x + b), sigma monotone: ||U|| / m if m > 0, m = 1/L - the largest eigenvalue of (W + W')/2.
+    - A c-contraction in z that is l-Lipschitz in x: l / (1 - c). sigma(W z + U x): l = L ||U||, c = L ||W||. OptEq:
+      l = L ||W|| ||U|| / mu, c = L ||W||^2 / mu; the skip connection multiplies both l and 1 - c by alpha, which drops out.
+      Layers one after the other: l = sum_l l_l prod_{k > l} c_k, c = prod c_l, where alpha stays.
+    - Readout: that of the cell times |a|. nn.Sequential: the product over its modules.
+
+    A cell of your own that binds to an ActivationMap or a SplitMap is covered if it has a method injection(x) = U x + b, with ||U||
+    estimated, and in_features, or in_channels and size. The norms of other convolutions hold for images of every size. The value
+    can be differentiated by the parameters. It is infinite where the condition (m > 0, c < 1) fails. It speaks of exact equilibria:
+    what a solver returns is off by up to its error_bound.
+    """
+    check_instance("lipschitz_bound", "model", model, nn.Module, "an nn.Module")
+    check_finite(model, model.named_parameters())
+    return _bound(model)
+
+
+def _bound(module: nn.Module) -> LipschitzBound:
+    if isinstance(module, Cell):
+        return _equilibrium(module)
+    if isinstance(module, Equilibrium):
+        return _equilibrium(module.cell)
+    if isinstance(module, Readout):
+        return _equilibrium(module.cell).times(torch.linalg.vector_norm(module.a.double()))
+    if isinstance(module, nn.Sequential):
+        parts = [_bound(part) for part in module]
+        value = torch.stack([part.value for part in parts]).prod() if parts else torch.tensor(1.0, dtype=torch.float64)
+        evidence: Evidence = weakest("bound" if len(parts) > 1 else "exact", *(part.evidence for part in parts))
+        return LipschitzBound(value, evidence, f"product of {len(parts)} modules")
+    if isinstance(module, nn.Linear):
+        return _of_norm(measured(Dense(module.weight)), "||W||")
+    if isinstance(module, nn.Conv2d):
+        return _of_norm(_convolution(module), "||W||")
+    return LipschitzBound(torch.tensor(_slope(module), dtype=torch.float64), "exact", "slope")
+
+
+def _of_norm(norm: Norm, method: str) -> LipschitzBound:
+    return LipschitzBound(norm.value, norm.evidence, f"{method}, {norm.method}")
+
+
+def _slope(module: nn.Module) -> float:
+    """The Lipschitz constant of an activation, or of a module that only rearranges."""
+    if isinstance(
+        module, (nn.ReLU, nn.ReLU6, nn.Tanh, nn.Hardtanh, nn.Softsign, nn.Softshrink, nn.Identity, nn.Flatten, nn.Unflatten)
+    ):
+        return 1.0
+    if isinstance(module, nn.Dropout) and not module.training:
+        return 1.0
+    if isinstance(module, nn.LeakyReLU):
+        return max(1.0, abs(module.negative_slope))
+    if isinstance(module, nn.ELU):
+        return max(1.0, abs(module.alpha))
+    if isinstance(module, nn.Sigmoid):
+        return 0.25
+    raise TypeError(
+        f"lipschitz_bound knows no Lipschitz constant of {type(module).__name__}: it takes cells of the library but FunctionCell, "
+        "Equilibrium, Readout, and nn.Sequential of these with Linear, Conv2d, Flatten and activations."
+    )
+
+
+def _convolution(module: nn.Conv2d) -> Norm:
+    """sup |K(w)| over all frequencies; zero padding of any width, strides and dilations leave it an upper bound.
+
+    Zero padding and strides drop rows and columns of a convolution on a large torus, and dilation only renames frequencies.
+    A circular padding that lengthens the image repeats rows of the output, so it is refused.
+    """
+    reach = [step * (size - 1) for step, size in zip(module.dilation, module.kernel_size, strict=True)]
+    pads = (0, 0) if isinstance(module.padding, str) else tuple(module.padding)
+    grows = any(2 * pad > length for pad, length in zip(pads, reach, strict=True))
+    if module.padding_mode not in ("zeros", "circular") or (module.padding_mode == "circular" and grows):
+        raise TypeError(f"lipschitz_bound knows no Lipschitz constant of {module}: its padding repeats parts of the image.")
+    return measured(Conv(module.weight, "zeros", module.groups))
+
+
+def _equilibrium(cell: Cell) -> LipschitzBound:
+    """That of x -> z."""
+    if isinstance(cell, AffineOptEq):
+        singular = torch.linalg.svdvals(cell.A.double())
+        return _equilibrium(cell.cell).times(ratio(torch.ones_like(singular[0]), singular[-1] - ROUNDING * singular[0]))
+    if isinstance(cell, (DeepOptEq, StackedOptEq, WideOptEq)):
+        return _layers(cell)
+    if not isinstance(cell, (GaussianDEQ, ScaledReLU)) and not hasattr(cell, "injection"):
+        raise TypeError(_unknown(cell))
+    fn = cell.bind(_probe(cell)).to(torch.float64)
+    if isinstance(fn, (OptEqMap, MultivariateMap)):
+        own = layer_rates(fn).driven(_injection(cell))
+        return LipschitzBound(ratio(own.gain, own.gap), _shown(own.evidence), "contraction")
+    if isinstance(fn, ActivationMap):
+        return _activated(cell, fn)
+    raise TypeError(_unknown(cell))
+
+
+def _unknown(cell: Cell) -> str:
+    return (
+        f"lipschitz_bound knows no Lipschitz constant of {type(cell).__name__}: it needs a map that is monotone, or a "
+        "contraction in z with a known factor, and linear in x, as those of OptEq, GaussianDEQ, ScaledReLU and Monotone are."
+    )
+
+
+def _shown(evidence: Evidence) -> Evidence:
+    return weakest("bound", evidence)
+
+
+def _activated(cell: Cell, fn: ActivationMap) -> LipschitzBound:
+    """||U|| / m or L ||U|| / (1 - L ||W||), the smaller where both are known."""
+    injection = _injection(cell)
+    found = []
+    if not isinstance(fn, SplitMap):
+        known = isinstance(fn.W, (Dense, Conv, Separable))  # for images of every size
+        own = layer_rates(fn, None if known else fn.u.shape[1:]).driven(injection)
+        found.append(LipschitzBound(ratio(own.gain, own.gap), _shown(own.evidence), "contraction"))
+    m = monotonicity(fn)
+    if m is not None:
+        found.append(LipschitzBound(ratio(injection.value, m), _shown(injection.evidence), "||U|| / m"))
+    return min(found, key=float)
+
+
+def _layers(cell: DeepOptEq | StackedOptEq | WideOptEq) -> LipschitzBound:
+    parts = _driven(cell)
+    if isinstance(cell, StackedOptEq):
+        blocks = around(parts, torch.stack([part.gain for part in parts]))
+        return LipschitzBound(torch.linalg.vector_norm(blocks), _shown(in_sequence(parts).evidence), "contractions in a cycle")
+    if isinstance(cell, WideOptEq):
+        alphas = [torch.as_tensor(layer.alpha, dtype=torch.float64) for layer in cell.layers]
+        whole = side_by_side(parts, [alpha / sum(alphas) for alpha in alphas])
+    else:
+        whole = in_sequence(parts)
+    return LipschitzBound(ratio(whole.gain, whole.gap), _shown(whole.evidence), f"contraction, {len(cell.layers)} layers")
+
+
+def _driven(cell: DeepOptEq | StackedOptEq | WideOptEq) -> list[Rates]:
+    """c and l of each layer, without skip connections where the layers are side by side; the regulariser's step first."""
+    step = cell.step() if isinstance(cell, DeepOptEq) else None
+    parts = [] if step is None else [_step(step)]
+    for layer in cell.layers:
+        fn = layer.bind(_probe(layer)).to(torch.float64)
+        own = layer_rates(fn) if isinstance(cell, WideOptEq) else rates(fn)
+        parts.append(own.driven(_injection(layer)))
+    return parts
+
+
+def _step(step: RegularizedStep) -> Rates:
+    if step.coupled:
+        raise TypeError(
+            f"lipschitz_bound knows no Lipschitz constant of a sample when {type(step.regularizer).__name__} couples the batch."
+        )
+    return rates(step)
+
+
+def _probe(cell: Cell) -> Tensor:
+    """One x of zeros: as large as it must be to bind the cell."""
+    device = next(cell.parameters(), torch.empty(0)).device
+    features, channels, size = (getattr(cell, name, None) for name in ("in_features", "in_channels", "size"))
+    if isinstance(features, int):
+        return torch.zeros(1, features, dtype=torch.float64, device=device)
+    if not isinstance(channels, int):
+        raise TypeError(_unknown(cell))
+    height, width = (size, size) if isinstance(size, int) else size if isinstance(size, tuple) else (1, 1)
+    return torch.zeros(1, channels, height, width, dtype=torch.float64, device=device)
+
+
+@dataclass(frozen=True)
+class _Injection(Operator):
+    """U, the linear part of x -> U x + b."""
+
+    cell: Cell
+    injection: Callable[[Tensor], Tensor]
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.injection(z) - self.injection(torch.zeros_like(z))
+
+    def adjoint(self, s: Tensor) -> Tensor:
+        return pullback(self.injection, _probe(self.cell))(s)[0]
+
+
+def _injection(cell: Cell) -> Norm:
+    """||U||, for x that enters as U x + b."""
+    if isinstance(cell, ScaledReLU):
+        return measured(Dense(cell.W.T))
+    if isinstance(cell, DepthwiseOptEq):
+        return measured(Separable(cell.U1, cell.U2[:, :, 0, 0], cell.padding))
+    if isinstance(cell, ConvOptEq):
+        return measured(Conv(cell.U, cell.padding))
+    if isinstance(cell, (MonotoneConv, MonotoneMultiTier)):  # the tiers that x does not enter add nothing to the norm
+        padding: Padding = cell.padding if isinstance(cell, MonotoneConv) else "circular"
+        return measured(Conv(cell.U, padding), (cell.in_channels, *cell.size))
+    if isinstance(cell, (OptEq, GaussianDEQ, Monotone)):
+        return measured(Dense(cell.U))
+    double = copy.deepcopy(cell).to("cpu", torch.float64)
+    injection: Callable[[Tensor], Tensor] = double.injection  # type: ignore[assignment]
+    return operator_norm(_Injection(double, injection), _probe(cell).shape[1:], method="lanczos")
+
+
+@dataclass(frozen=True, eq=False)
+class CertifiedRadius:
+    """No perturbation of a sample with |dx| < radius changes its predicted class."""
+
+    radius: Tensor  # [batch], float64; 0 where nothing is certified
+    prediction: Tensor  # [batch]
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """What has come through a part of the network: the value, how far it is from the exact one, and the Lipschitz bound so far."""
+
+    value: Tensor
+    error: Tensor  # [batch]
+    bound: LipschitzBound
+
+    def through(self, module: nn.Module) -> "_Passage":
+        """After one more module."""
+        if isinstance(module, nn.Sequential):
+            return reduce(_Passage.through, module, self)
+        own, value = _bound(module), module(self.value)
+        error = torch.where(self.error > 0, self.error * own.value, 0.0)
+        evidence = own.evidence
+        if isinstance(module, Equilibrium):
+            further = error_bound(module.cell, self.value, value)
+            error, evidence = error + further.bound, weakest(evidence, further.evidence)
+        return _Passage(value, error, self.bound.times(own.value, evidence))
+
+
+def certified_radius(model: nn.Module, x: Tensor) -> CertifiedRadius:
+    """min_j (y_top - y_j) / (|w_top - w_j| Lip(z)): how far x can move, in the Euclidean norm, before the class can change.
+
+    `model`: an nn.Sequential that ends in nn.Linear, y = W z + b, or a Readout, whose class is 1 if y > 0, else 0. Lip(z) is the
+    lipschitz_bound of what comes before the head; |w_top - w_j| is at most sqrt 2 ||W||, and often much less. How far the solver's
+    z may be from the equilibrium is taken off the margin: the claim is on the exact model, in double precision. The radius is 0
+    where nothing is certified.
+    """
+    check_instance("certified_radius", "model", model, nn.Module, "an nn.Module")
+    check_floating("certified_radius", "x", x)
+    check_finite(model, model.named_parameters())
+    with torch.no_grad():
+        value = x.detach().to(torch.float64, copy=True)
+        trunk, head = _before_head(in_double(model), value)
+        prediction, reach = class_reach("certified_radius", head, trunk.value, trunk.error)
+        radius = (reach - trunk.error) / trunk.bound.value
+        known = (reach > trunk.error) & sound_samples(x) & ~radius.isnan()
+    return CertifiedRadius(torch.where(known, radius, 0.0), prediction, _shown(trunk.bound.evidence))
+
+
+def _before_head(model: nn.Module, x: Tensor) -> tuple[_Passage, nn.Linear | Readout]:
+    """What the linear head is given, and the head."""
+    if isinstance(model, Readout):
+        z = model.solve(x).z
+        error, evidence = error_bound(model.cell, x, z)
+        return _Passage(z, error, _equilibrium(model.cell).times(1.0, evidence)), model
+    last = model[-1] if isinstance(model, nn.Sequential) and len(model) else None
+    if not isinstance(model, nn.Sequential) or not isinstance(last, nn.Linear):
+        expected = "an nn.Sequential that ends in nn.Linear, or a Readout"
+        raise TypeError(invalid("certified_radius", "model", expected, type(model).__name__))
+    start = _Passage(x, x.new_zeros(len(x)), LipschitzBound(x.new_ones(()), "exact", "identity"))
+    return start.through(model[:-1]), last
