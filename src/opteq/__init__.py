@@ -1,7 +1,7 @@
 """Deep equilibrium networks whose output is a solution that you can trust: status, exact gradients, honest residuals."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opteq.autograd import record
 from opteq.equilibrium import Cell, ConvergenceWarning, Equilibrium
@@ -19,6 +19,7 @@ __all__ = [
     "Solver",
     "Status",
     "Stop",
+    "certify",
     "per_sample",
     "record",
     "solve",
@@ -38,8 +39,14 @@ _SUBMODULES = (
 )
 
 
+if TYPE_CHECKING:
+    from opteq.theory.certificates import certify
+
+
 def __getattr__(name: str) -> Any:
     """Import a submodule when it is first used, so that `import opteq` stays quick."""
+    if name == "certify":
+        return import_module("opteq.theory.certificates").certify
     if name in _SUBMODULES:
         return import_module(f"opteq.{name}")
     raise AttributeError(f"module 'opteq' has no attribute {name!r}")

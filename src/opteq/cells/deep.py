@@ -129,6 +129,12 @@ class Layers(Cell):
             if len(found) > 1:
                 raise ValueError(invalid(self, "cells", f"layers with the same {name}", sorted(found)))
         self.cells = nn.ModuleList(cells)
+        if isinstance(getattr(cells[0], "state_shape", None), tuple):  # that of images depends on x
+            self.state_shape = self._shape(cells[0].state_shape)
+
+    def _shape(self, one: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a state, given that of a layer's."""
+        return one
 
     @property
     def layers(self) -> list[OptEqCell]:
@@ -266,6 +272,9 @@ class StackedOptEq(Layers):
     State [batch, L, ...]; its equilibrium is (z_1, ..., z_{L-1}, z_0) of the deep OptEq of the same cells: the last block is
     the equilibrium of DeepOptEq(cells). Optimization induced equilibrium networks, Lemma 3 and Eq. (15).
     """
+
+    def _shape(self, one: tuple[int, ...]) -> tuple[int, ...]:
+        return (len(self.cells), *one)
 
     def initial(self, x: Tensor) -> Tensor:
         one = super().initial(x)
