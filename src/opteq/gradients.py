@@ -68,7 +68,7 @@ class Implicit(Gradient):
 
     `stop`: for the linear solve; by default its rtol is a tenth of the forward one, but at least 50 times the precision.
     `linear`: CG(), GMRES(), Neumann() or any solver; by default CG for symmetric Jacobians (in the dual for
-    dense OptEq layers) and GMRES for others.
+    dense OptEq layers), Peaceman-Rachford for monotone maps with a resolvent, and GMRES for others.
     """
 
     stop: Stop | None = None

@@ -1,4 +1,4 @@
-"""The problem that an equilibrium solves, and what follows from it."""
+"""The problem that an equilibrium solves, kernels of training, bounds; `certificates` is a package of its own."""
 
 from opteq.theory.error import (
     CertifiedPredictions,
@@ -8,6 +8,7 @@ from opteq.theory.error import (
     certified_predictions,
     error_bound,
 )
+from opteq.theory.flow import Flow, gradient_flow, predicted_loss
 from opteq.theory.kernels import (
     KernelRegression,
     kernel_regression,
@@ -26,6 +27,7 @@ __all__ = [
     "CertifiedPredictions",
     "CertifiedRadius",
     "ErrorBound",
+    "Flow",
     "Interval",
     "KernelRegression",
     "LipschitzBound",
@@ -41,6 +43,7 @@ __all__ = [
     "envelope",
     "error_bound",
     "from_feedforward",
+    "gradient_flow",
     "inclusion_residual",
     "is_prox",
     "kernel_regression",
@@ -48,6 +51,7 @@ __all__ = [
     "lipschitz_bound",
     "objective",
     "population_kernel",
+    "predicted_loss",
     "recover_problem",
     "scaled_relu_kernel",
     "solve_factor",
