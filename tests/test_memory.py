@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from opteq import Equilibrium, Map, Solver, Stop, per_sample, solve
-from opteq.cells import OptEq
+from opteq.cells import Monotone, OptEq
 from opteq.gradients import Unrolled
 from opteq.linear import CG, GMRES, LinearizedMap, Neumann
 from opteq.solve import Jacobian
@@ -180,3 +180,16 @@ def test_a_train_step_in_the_dual_form_takes_about_twelve_states(solver: Solver 
     highest = [peak(lambda layer=layer: train_step(layer, x))[0] * STATE / (4 * batch * width) for layer in (few, many)]
     assert highest[1] <= highest[0] + 0.5
     assert highest[1] <= 13  # W W' itself is an eighth of a state
+
+
+def test_a_train_step_by_splitting_takes_about_twelve_states() -> None:
+    torch.manual_seed(0)
+    batch, width = 2048, 256
+    cell, x = Monotone(8, width, m=0.05), torch.randn(batch, 8)
+    with torch.no_grad():
+        cell.A.mul_(3)
+        cell.B.mul_(3)
+    few, many = (Equilibrium(cell, None, Stop(rtol=1e-6, max_steps=steps), on_failure="ignore") for steps in (8, 30))
+    highest = [peak(lambda layer=layer: train_step(layer, x))[0] * STATE / (4 * batch * width) for layer in (few, many)]
+    assert highest[1] <= highest[0] + 1.1
+    assert highest[1] <= 14.5  # W and its factor are an eighth of a state each

@@ -110,6 +110,11 @@ class LinearSplitForm(SplitForm):
         assert isinstance(self.fn, LinearizedMap)
         return self.fn.g
 
+    def __call__(self, z: Tensor) -> Tensor:
+        """J'z + g or J z + g, without linearising once more."""
+        W = self.base.W
+        return (W.adjoint(self.slope * z) if self.transposed else W(z).mul_(self.slope)).add_(self.g)
+
     def enter(self, z: Tensor) -> Tensor:
         if not z.any():
             return torch.zeros_like(z)
