@@ -190,11 +190,12 @@ def test_a_certified_flow_keeps_every_conclusion(case: Case) -> None:
     check_flow(case)
 
 
+# The flow is followed with errors of 1e-6 in y^: the bounds are met by far, and a smaller tolerance stops at the kinks of ReLU.
 def check_flow(case: Case) -> tuple[Certificate, Run]:
     certificate = case.certificate()
     assert certificate.holds
     span = min(3 / certificate.decay, 60 / float(torch.linalg.eigvalsh(empirical_ntk(case.readout, case.X))[-1]))
-    flow = gradient_flow(case.readout, case.X, case.y, torch.linspace(0, span, 5), rtol=1e-9)
+    flow = gradient_flow(case.readout, case.X, case.y, torch.linspace(0, span, 5))
     run = measure_flow(flow, case.X, case.y)
     broken = check(certificate, run, slack=SLACK)
     assert broken is None, str(broken)
