@@ -105,7 +105,9 @@ def test_a_condition_holds_when_its_left_side_is_the_larger(
 
 def test_a_condition_that_fails_says_by_which_factor() -> None:
     assert "FAILS by a factor of 4" in Condition("c", "", 1.0, 4.0).verdict
-    assert Condition("c", "", math.nan, 4.0).verdict == "FAILS"
+    assert Condition("c", "", math.nan, 4.0).verdict == "not evaluated"
+    assert Condition("c", "", 1.0, 1.0, strict=True).verdict == "FAILS: not above"
+    assert Condition("c", "", -1.0, 4.0).verdict == "FAILS"
 
 
 def certificate(**changes: object) -> Certificate:
@@ -153,7 +155,7 @@ def test_failing_conditions_are_listed_worst_first_and_unknown_ones_last() -> No
     found = certificate(holds=False, conditions=tuple(parts), guarantees=())
     assert [c.name for c in found.failing] == ["2", "0", "1"]
     text = str(found)
-    assert "3 of 4 conditions fail" in text
+    assert "2 of 4 conditions fail, and 1 more cannot be evaluated." in text
     assert text.index("fix 2") < text.index("fix 0")
     assert "fix 3" not in text
 

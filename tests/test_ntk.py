@@ -343,10 +343,8 @@ def zoo() -> dict:
         "captured": Captured,
         "captured_cell": CapturedCell,
     }
-    if hasattr(opteq.cells, "Residual"):
-        made["residual"] = lambda: images(opteq.cells.Residual(4, 4, groups=2), channels=4)
-    if hasattr(opteq.cells, "Multiscale"):
-        made["multiscale"] = multiscale
+    made["residual"] = lambda: images(opteq.cells.Residual(4, 4, groups=2), channels=4)
+    made["multiscale"] = multiscale
     return made
 
 

@@ -14,15 +14,20 @@ __all__ = ["Readout"]
 class Readout(nn.Module):
     """y = a'z with z = f(z, x): the network of the convergence theory. forward(x) gives [batch].
 
-    a [width] begins as the paper of its cell has it: 0 for ScaledReLU, N(0, 1/width) for others. `stop`: by default the
-    equilibrium is solved to 1e-12 (100 times the precision for dtypes other than float64), so that theorems can be checked on it.
+    a [width] begins as the paper of its cell has it: 0 for ScaledReLU (but for its Eq. 27), N(0, 1/width) for others.
+    `stop`: by default the equilibrium is solved to 1e-12 (100 times the precision for dtypes other than float64), so that theorems
+    can be checked on it.
     """
 
     def __init__(self, cell: Cell, solver: Solver | None = None, stop: Stop | None = None, on_failure: OnFailure = "warn") -> None:
         super().__init__()
         check_instance(self, "cell", cell, Cell, "a Cell")
         if len(getattr(cell, "state_shape", ())) != 1:
-            raise ValueError(invalid(self, "cell", "a cell whose states are vectors", type(cell).__name__))
+            raise ValueError(
+                invalid(
+                    self, "cell", "a cell whose states are vectors; put nn.Flatten and nn.Linear behind others", type(cell).__name__
+                )
+            )
         Equilibrium(cell, solver, stop, on_failure=on_failure)  # checks the rest
         self.cell = cell
         self.solver, self.stop, self.on_failure = solver, stop, on_failure
@@ -32,7 +37,7 @@ class Readout(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw a; the cell is left alone."""
-        if isinstance(self.cell, ScaledReLU):
+        if isinstance(self.cell, ScaledReLU) and self.cell.init != "half_normal":
             nn.init.zeros_(self.a)
         else:
             nn.init.normal_(self.a, std=self.a.numel() ** -0.5)

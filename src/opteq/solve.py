@@ -31,7 +31,8 @@ class Status(Enum):
     CONVERGED = "converged: the residual of the returned z meets the tolerance."
     MAX_STEPS = (
         "stopped at max_steps: (a) raise Stop.max_steps, (b) loosen Stop.rtol, (c) take a faster solver "
-        "(Anderson, Broyden, Newton), (d) if the residual stalls, the map may be no contraction: lower the norm of its weights."
+        "(Anderson, Broyden, Newton; PeacemanRachford for monotone cells), (d) if the residual stalls, the map may be no "
+        "contraction: lower the norm of its weights."
     )
     DIVERGED = (
         "diverged: the iterates grow and the residual does not fall. (a) The equation may have no solution, "

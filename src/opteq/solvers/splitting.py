@@ -156,8 +156,8 @@ def _form(solver: Solver, fn: Map, alpha: "float | Literal['auto']", resolved: b
     if resolved and not base.has_resolvent():
         raise TypeError(
             f"{type(solver).__name__} needs the resolvent (I + alpha (I - W))^-1, and none is known for this W, such as a "
-            "convolution with zero padding. (a) Give the cell padding='circular', (b) take ForwardBackward(), which needs products "
-            "with W only, or (c) Anderson()."
+            "convolution with zero padding. (a) Give the cell padding='circular', (b) take Anderson(), or (c) ForwardBackward(), "
+            "which converges for certain, but slowly where ||I - W|| is many times m."
         )
     step = (_resolved_step if resolved else _forward_step)(base) if alpha == "auto" else float(alpha)
     reflection = base.reflection(step) if resolved else None

@@ -1,5 +1,8 @@
 """The problem that an equilibrium solves, kernels of training, bounds; `certificates` is a package of its own."""
 
+from importlib import import_module
+from typing import Any
+
 from opteq.theory.error import (
     CertifiedPredictions,
     ErrorBound,
@@ -59,3 +62,10 @@ __all__ = [
     "unit_layers",
     "weight_tied",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the certificates when they are first used."""
+    if name == "certificates":
+        return import_module("opteq.theory.certificates")
+    raise AttributeError(f"module 'opteq.theory' has no attribute {name!r}")

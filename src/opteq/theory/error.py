@@ -228,11 +228,12 @@ class CertifiedPredictions:
     reach: Tensor  # [batch], an error |z - z*| below this leaves the class as it is
 
 
-def certified_interval(head: nn.Linear | Readout, z: Tensor, bound: Tensor) -> Interval:
+def certified_interval(head: nn.Linear | Readout, z: Tensor, bound: Tensor | ErrorBound) -> Interval:
     """|w_j'z + b_j - (w_j'z* + b_j)| <= |w_j| |z - z*|: where each output of a linear head is at the true equilibrium.
 
     `bound`: of |z - z*|, from error_bound. [batch, outputs]; [batch] for a Readout.
     """
+    bound = bound.bound if isinstance(bound, ErrorBound) else bound
     W, b = _affine_head("certified_interval", head)
     rows = _rows("certified_interval", W, z, bound)
     y = linear(rows, W, b)
@@ -243,13 +244,14 @@ def certified_interval(head: nn.Linear | Readout, z: Tensor, bound: Tensor) -> I
     return Interval(low[:, 0], high[:, 0]) if isinstance(head, Readout) else Interval(low, high)
 
 
-def certified_predictions(head: nn.Linear | Readout, z: Tensor, bound: Tensor) -> CertifiedPredictions:
+def certified_predictions(head: nn.Linear | Readout, z: Tensor, bound: Tensor | ErrorBound) -> CertifiedPredictions:
     """The class of z is that of z* if y_top - y_j > |w_top - w_j| |z - z*| for every other class j, y = W z + b.
 
     By Cauchy and Schwarz the difference of the two logits moves by at most |w_top - w_j| |z - z*|, which is at most, and often much
     less than, the |w_top| + |w_j| by which the logits can move one by one. A head with a single output decides by its sign: class 1
     if y > 0, else 0. `bound`: of |z - z*|, from error_bound.
     """
+    bound = bound.bound if isinstance(bound, ErrorBound) else bound
     prediction, reach = class_reach("certified_predictions", head, z, bound)
     return CertifiedPredictions(prediction, bound.double() < reach, reach)
 

@@ -47,6 +47,10 @@ class Condition:
         """Ok, or by which factor it fails."""
         if self.holds:
             return "ok"
+        if math.isnan(self.lhs) or math.isnan(self.rhs):
+            return "not evaluated"
+        if self.lhs == self.rhs:
+            return "FAILS: not above"
         known = math.isfinite(self.slack) and self.slack > 0
         return f"FAILS by a factor of {1 / self.slack:.3g}" if known else "FAILS"
 
@@ -126,8 +130,11 @@ class Certificate:
     def _verdict(self) -> str:
         if self.holds:
             return "CERTIFIED. Every condition holds, and so does every conclusion below."
-        count = f"{len(self.failing)} of {len(self.conditions)} conditions fail"
-        return "no guarantee is claimed, whatever the conditions say" if self.holds is None else f"not certified: {count}."
+        if self.holds is None:
+            return "no guarantee is claimed, whatever the conditions say."
+        skipped = sum(c.verdict == "not evaluated" for c in self.failing)
+        rest = f", and {skipped} more cannot be evaluated" if skipped else ""
+        return f"not certified: {len(self.failing) - skipped} of {len(self.conditions)} conditions fail{rest}."
 
     def _table(self) -> list[str]:
         rows = [("condition", "left", "right", "slack", "", "left >= right")]

@@ -43,8 +43,8 @@ def certify(
     are rounded up and sigma_min(Z) down by more than the errors of their computation and of the solver. Rank and well-posedness are
     conditions like the others, and so is float64: a model that fails them gets a certificate that says so, and does not hold.
 
-    `sharp=True`: the same conditions and conclusions with a step of 1 / sup ||Z||_F^2, some hundreds of times the printed one, by a
-    shorter last step of the proof (`Theorem.max_step`).
+    `sharp=True`: the same conditions and conclusions with a step of 1 / sup ||Z||_F^2, a thousand times the stated one or more,
+    by a shorter last step of the proof (`Theorem.max_step`).
     """
     check_instance("certify", "readout", readout, nn.Module, "an nn.Module")
     for name, value in (("flow", flow), ("sharp", sharp)):
@@ -141,7 +141,7 @@ def _notes(readout: Readout, found: Certificate, X: Tensor, sharp: bool, remarks
     if readout.stop is not None and readout.stop.rtol > 1e-10:
         notes.append(f"The theorem speaks of exact equilibria; this model solves them to rtol {readout.stop.rtol:g} only.")
     if found.holds and found.kind == "descent" and not sharp:
-        notes.append("The printed step is cautious: certify(..., sharp=True) proves the same for a step that is much larger.")
+        notes.append("This step is cautious: certify(..., sharp=True) proves the same for one that is much larger.")
     if found.holds and remarks and X.shape[0] <= _KERNEL:
         notes += _compared(readout, found, X)
     return notes

@@ -93,7 +93,7 @@ class GaussianTheorem(Theorem):
             )
         return f"{text} ||a|| = {norm:.3g} allows it for a small d, as (7) does once U is scaled up (certified_init)."
 
-    def printed_step(self, radii: Radii) -> float:
+    def stated_step(self, radii: Radii) -> float:
         c, XF = self._constants(radii["d"]), self.start.XF
         squares = c.c_w * c.c_w + c.c_u * c.c_u
         total = squares + c.c_a * c.c_a

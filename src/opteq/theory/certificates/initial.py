@@ -12,10 +12,12 @@ from opteq.models import Readout
 from opteq.theory.certificates.conditions import Certificate
 from opteq.theory.certificates.decide import certificate
 from opteq.theory.certificates.measure import check_data
+from opteq.theory.certificates.start import covered, is_bounded
 
 __all__ = ["certified_init"]
 
 _STEP = 1.1  # how close to the smallest scale is close enough
+_SATURATED = 1e4  # beyond that, bounded activations do not change any more
 
 
 def certified_init(readout: Readout, X: Tensor, y: Tensor, *, flow: bool = False, max_scale: float = 2.0**40) -> Readout:
@@ -23,22 +25,25 @@ def certified_init(readout: Readout, X: Tensor, y: Tensor, *, flow: bool = False
 
     The scale is the smallest one, to 10%, of at least 1: the admissible step shrinks with it like 1 / scale^2. A ScaledReLU with
     gamma ||A|| >= 1 gets gamma = 1 / (2 ||A||), a GaussianDEQ with ||W|| >= 1 is scaled to ||W|| = 1/2. Raises ValueError with what
-    stands in the way when no scale up to `max_scale` is enough. Gamma-scaled ReLU implicit networks, Section 5.1.
+    stands in the way when no scale up to `max_scale` (1e4 for bounded activations, such as tanh) is enough.
+    Gamma-scaled ReLU implicit networks, Section 5.1.
     """
     check_instance("certified_init", "flow", flow, bool, "a bool")
     check_number("certified_init", "max_scale", max_scale, 1.0)
     if type(readout) is not Readout or type(readout.cell) not in (GaussianDEQ, ScaledReLU, Monotone):
         expected = "a Readout on GaussianDEQ, ScaledReLU or Monotone (no subclasses)"
-        raise TypeError(invalid("certified_init", "readout", expected, readout))
+        raise TypeError(invalid("certified_init", "readout", expected, type(readout).__name__))
     base = copy.deepcopy(readout).double()
     check_data("certified_init", base, X, y)
     _make_well_posed(base)
+    limit = min(max_scale, _SATURATED) if is_bounded(covered(base).activation) else max_scale
     low, high = 0.0, 1.0
     found = _attempt(base, high, X, y, flow)
     while not found.holds:
-        if high >= max_scale or not _helps(found):
-            raise ValueError(f"certified_init found no scale up to {high:.3g} that is certified.\n{found.explain()}")
-        low, high = high, min(high * _growth(found), max_scale)
+        if high >= limit or not _helps(found):
+            tried = f"up to {high:.3g} " if high > 1 else ""
+            raise ValueError(f"certified_init found no scale {tried}that is certified.\n{found.explain()}")
+        low, high = high, min(high * _growth(found), limit)
         found = _attempt(base, high, X, y, flow)
     while low > 0 and high / low > _STEP:
         middle = math.sqrt(low * high)

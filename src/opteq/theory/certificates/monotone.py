@@ -101,7 +101,7 @@ class MonotoneTheorem(Theorem):
             return f"{text} With ||a|| = {norms['a']:.3g} no width and no scale of U suffices: begin at a = 0; a larger m helps."
         return f"{text} ||a|| = {norms['a']:.3g} allows it for a small R_u, as (3.16) does once U is scaled up (certified_init)."
 
-    def printed_step(self, radii: Radii) -> float:
+    def stated_step(self, radii: Radii) -> float:
         _, lU, lu, bracket = self._constants(radii)
         XF, m, square = self.start.XF, self._m, self.start.sigma * self.start.sigma
         Q1 = XF * XF / (m * m) * (lu * lu * bracket + lU * lU)

@@ -91,7 +91,7 @@ class ScaledReLUTheorem(Theorem):
             return f"{text} With ||a|| = {norm:.3g} no width and no scale of W suffices: begin at a = 0, or lower gamma."
         return f"{text} ||a|| = {norm:.3g} allows it for a small C3, as (17) does once W is scaled up (certified_init)."
 
-    def printed_step(self, radii: Radii) -> float:
+    def stated_step(self, radii: Radii) -> float:
         l1, l3, gap, bracket = self._constants(radii)
         XF, square = self.start.XF, self.start.sigma * self.start.sigma
         scale = XF * XF / (gap * gap)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from opteq.activations import Activation
 from opteq.cells import GaussianDEQ, Monotone, ScaledReLU
 from opteq.models import Readout
 from opteq.theory.certificates.measure import sigma_min, tight_solution
 
-__all__ = ["Start", "covered", "observe", "upper_norm"]
+__all__ = ["Start", "covered", "is_bounded", "observe", "upper_norm"]
 
 _EPS = torch.finfo(torch.float64).eps
 _TINY = 1e-100  # below that, powers of sigma_min(Z) and what they are compared with may underflow
@@ -31,6 +32,7 @@ class Start:
     rounding: float  # of `apart`
     sigma: float = math.nan
     r0: float = math.nan
+    bounded: bool = False  # whether sigma is, so that a larger injection does not make Z larger
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,18 @@ def observe(readout: Readout, X: Tensor, y: Tensor) -> Start:
     seen = inputs if biased else X  # a bias of 0 does not tell parallel inputs apart
     apart, pair = _most_parallel(seen) if cell.activation.name in _HOMOGENEOUS else (math.inf, (0, 0))
     XF = upper_norm(inputs.reshape(-1))
-    known = Start(X.shape[0], readout.a.numel(), XF, norms, _constant(cell), apart, pair, 8 * (inputs.shape[1] + 2) * _EPS)
+    rounding, bounded = 8 * (inputs.shape[1] + 2) * _EPS, is_bounded(cell.activation)
+    known = Start(X.shape[0], readout.a.numel(), XF, norms, _constant(cell), apart, pair, rounding, bounded=bounded)
     reach = _reach(readout, norms)
     return known if reach is None else _solved(known, reach, readout, X, inputs, y)
 
 
 _HOMOGENEOUS = ("relu", "leaky_relu", "identity")
+
+
+def is_bounded(activation: Activation) -> bool:
+    """Whether sigma stays small however large its argument: tanh does."""
+    return bool((activation(torch.tensor([-1e30, 1e30], dtype=torch.float64)).abs() < 1e15).all())
 
 
 def covered(readout: Readout) -> GaussianDEQ | ScaledReLU | Monotone:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -60,7 +60,7 @@ class Theorem(ABC):
         """How small a must be for the last condition, whatever the width."""
 
     @abstractmethod
-    def printed_step(self, radii: Radii) -> float:
+    def stated_step(self, radii: Radii) -> float:
         """The largest step of descent that the theorem states, when its conditions hold."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Theorem(ABC):
         """What holds at every step."""
 
     def max_step(self, radii: Radii) -> float:
-        """The printed step, or with `sharp` the larger 1 / ||Z||^2.
+        """The stated step, or with `sharp` the larger 1 / ||Z||^2.
 
         The same conditions allow it when the last step of the proof is done with
 
@@ -89,7 +89,7 @@ class Theorem(ABC):
         the sum of the norms of all changes instead.
         """
         size = self.size_of_Z(radii)
-        return 1 / (size * size) if self.sharp else self.printed_step(radii)
+        return 1 / (size * size) if self.sharp else self.stated_step(radii)
 
     def floors(self) -> Radii:
         """The least radii worth choosing: far above the rounding of the weights, so that it moves none of them out of its ball."""
@@ -105,11 +105,16 @@ class Theorem(ABC):
 
     def conditions(self, radii: Radii) -> tuple[Condition, ...]:
         """All conditions, the simple ones first."""
-        found = [self.posed(radii), *self._rank()]
-        for i, ((name, formula), (lhs, rhs)) in enumerate(zip(self.texts(), self.sides(radii), strict=True)):
-            remedy = self.readout_remedy() if i == 2 else self._scale_remedy(name, lhs, rhs)
-            found.append(Condition(name, formula, lhs, rhs, "bound", remedy))
-        return tuple(found)
+        posed, texts, sides = self.posed(radii), self.texts(), self.sides(radii)
+        scale = self._scale_remedy(
+            [(name, rhs / lhs) for (name, _), (lhs, rhs) in zip(texts, sides[:2], strict=False) if 0 < lhs < rhs]
+        )
+        remedies = (scale, scale, self.readout_remedy() if posed.holds else "")
+        own = [
+            Condition(name, formula, lhs, rhs, "bound", remedy)
+            for (name, formula), (lhs, rhs), remedy in zip(texts, sides, remedies, strict=False)
+        ]
+        return (posed, *self._rank(), *own)
 
     def check_radii(self, radii: Radii) -> Radii:
         """The radii that a caller gave: one positive number for each name."""
@@ -149,12 +154,18 @@ class Theorem(ABC):
             return ""
         return "Z has no full row rank in float64: raise the width, or remove inputs that are (almost) parallel or equal."
 
-    def _scale_remedy(self, name: str, lhs: float, rhs: float) -> str:
-        """What to do about the conditions that grow with the scale of the features."""
-        if not 0 < lhs < rhs < math.inf:
+    def _scale_remedy(self, missing: Sequence[tuple[str, float]]) -> str:
+        """What to do about the conditions that grow with the scale of the features, given by what factors they fail."""
+        if not missing or not all(factor < math.inf for _, factor in missing):
             return ""
-        start = "begin at a = 0 and scale" if self.start.norms["a"] > 0 else "scale"
+        names, factor = ", ".join(name for name, _ in missing), max(factor for _, factor in missing)
+        zero = "begin at a = 0 and " if self.start.norms["a"] > 0 else ""
+        if self.start.bounded:
+            return (
+                f"{names}: {zero}make the labels smaller, or take an activation that is not bounded, such as relu: a larger "
+                f"{self.scaled} does not help, because Z stays bounded."
+            )
         return (
-            f"{name}: {start} {self.scaled} up, by about {rhs / lhs:.3g} at these radii: with a = 0 the left side grows faster "
-            "than the right one. certified_init does this."
+            f"{names}: {zero}scale {self.scaled} up, by {factor:.3g} or more: with a = 0 the left side grows faster than the right "
+            "one. certified_init does this."
         )
