@@ -1,5 +1,6 @@
 """Printed errors in the convergence theory: each test fails for the printed version and passes for the one used here."""
 
+import copy
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from opteq.cells import GaussianDEQ, Monotone, OptEq, ScaledReLU
 from opteq.models import Readout
-from opteq.theory.certificates import certified_init, certify
+from opteq.theory.certificates import certified_init, certify, descend
 
 
 def data(N: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -89,13 +90,26 @@ def test_monotone_condition_3_18_as_printed_forces_m_below_1_over_sqrt_20_N() ->
     assert certify(readout, X, y).holds
 
 
-def test_monotone_flow_decays_with_the_square_of_lam0() -> None:
-    """exp(-lam0 s/4) is printed for |y^ - y|; with z = u (one sample), d|e|/dt = -z^2 |e| is slower for lam0 < 1."""
-    lam0 = 0.1
-    for s in (1.0, 10.0):
-        true = math.exp(-(lam0**2) * s)  # the readout alone is trained: e' = -z^2 e
-        assert true > math.exp(-lam0 * s / 4)
-        assert true <= math.exp(-(lam0**2) * s / 4)
+def test_monotone_step_as_printed_lets_the_loss_grow() -> None:
+    """With A = B = 0, z = relu(U x)/m: the curvature grows like 1/m^2, and the printed step does not know m."""
+    torch.manual_seed(0)
+    m, N = 0.02, 3
+    X = torch.nn.functional.normalize(torch.randn(N, 4, dtype=torch.float64))
+    y = torch.randn(N, dtype=torch.float64)
+    readout = Readout(Monotone(4, 12, m=m, bias=False)).double()
+    with torch.no_grad():
+        for weight in (readout.cell.A, readout.cell.B, readout.a):
+            weight.zero_()
+    XF, lU, lu, lA = float(X.norm()), float(torch.linalg.matrix_norm(readout.cell.U.detach(), 2)) + 1e-3, 1e-3, 1e-3
+    lam0 = float(torch.linalg.svdvals(readout.solve(X).z.detach())[-1])
+    terms = lu**2 + 4 * (lU * lu) ** 2 + 4 * (lU * lu * lA) ** 2 + lU**2
+    last = min(0.5 / (XF * lam0 * lU * lu * lA), 1 / (6 * lam0**2 * (lu * lA) ** 2))
+    printed = min(4 / lam0**2, 1 / (XF**2 * terms), last)
+    run = descend(copy.deepcopy(readout), X, y, printed, 1)
+    assert run.losses[1] > 2 * run.losses[0]
+    bracket = 1 + (4 * lA**2 + 4) * lU**2 / m**2
+    Q2, Q1 = XF**2 * lu**2 / m**2 * bracket, XF**2 / m**2 * (lu**2 * bracket + lU**2)
+    assert descend(readout, X, y, min(4 / lam0**2, 2 * Q2 / Q1**2), 1).losses[1] < run.losses[0]
 
 
 def test_scaled_relu_lower_bounds_of_section_4_1_need_1_plus_gamma_0() -> None:

@@ -367,8 +367,8 @@ def test_half_precision(dtype):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Multiscale(32), TypeError, "'channels' parameter of Tiers must be a tuple of integers"),
-        (lambda: Multiscale((4, 0)), ValueError, "'channels' parameter of Tiers must be an integer >= 1"),
+        (lambda: Multiscale(32), TypeError, "'channels' parameter of Multiscale must be a tuple of integers"),
+        (lambda: Multiscale((4, 0)), ValueError, "'channels' parameter of Multiscale must be an integer >= 1"),
         (lambda: Multiscale((4, 4), blocks=0), ValueError, "'blocks' parameter of Multiscale must be an integer >= 1"),
         (lambda: Multiscale((4, 4), expand=0.5), TypeError, "'expand' parameter of Multiscale must be an integer >= 1"),
         (lambda: Multiscale((4, 4), groups=True), TypeError, "'groups' parameter of Multiscale must be an integer >= 1"),

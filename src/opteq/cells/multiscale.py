@@ -128,7 +128,7 @@ class Multiscale(Cell):
         self, channels: tuple[int, ...], *, blocks: int = 1, expand: int = 1, groups: int = 8, init: MultiscaleInit = "damped"
     ) -> None:
         super().__init__()
-        self.tiers = Tiers(channels)
+        self.tiers = Tiers(channels, type(self).__name__)
         for name, value in (("blocks", blocks), ("expand", expand), ("groups", groups)):
             check_integer(self, name, value, 1)
         if init not in get_args(MultiscaleInit):

@@ -143,7 +143,7 @@ class MonotoneMultiTier(MonotoneCell):
         init: MonotoneInit = "linear",
     ) -> None:
         super().__init__({"in_channels": in_channels, "kernel_size": kernel_size}, m, activation, init)
-        self.tiers = Tiers(channels)
+        self.tiers = Tiers(channels, type(self).__name__)
         self.in_channels, self.channels = in_channels, self.tiers.channels
         self.size = image_size(self, size)
         self.state_shape = self.tiers.shape(self.size)

@@ -1,7 +1,7 @@
 """Several resolutions of an image in one tensor at the coarsest resolution."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,13 +18,14 @@ class Tiers:
     """
 
     channels: tuple[int, ...]
+    owner: str = field(default="Tiers", compare=False, repr=False)  # whom errors name
 
     def __post_init__(self) -> None:
-        check_instance(self, "channels", self.channels, (tuple, list), "a tuple of integers, the channels of each resolution")
+        check_instance(self.owner, "channels", self.channels, (tuple, list), "a tuple of integers, the channels of each resolution")
         if len(self.channels) == 0:
-            raise ValueError(invalid(self, "channels", "of at least one resolution", self.channels))
+            raise ValueError(invalid(self.owner, "channels", "of at least one resolution", self.channels))
         for count in self.channels:
-            check_integer(self, "channels", count, 1)
+            check_integer(self.owner, "channels", count, 1)
         object.__setattr__(self, "channels", tuple(self.channels))
 
     @property
@@ -46,7 +47,7 @@ class Tiers:
         coarse = self.scales[0]
         if len(size) != 2 or any(side < 1 or side % coarse for side in size):
             expected = f"two positive multiples of {coarse}, which {len(self.channels)} resolutions need"
-            raise ValueError(invalid(self, "size", expected, tuple(size)))
+            raise ValueError(invalid(self.owner, "size", expected, tuple(size)))
         return self.packed_channels, size[0] // coarse, size[1] // coarse
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
@@ -57,20 +58,21 @@ class Tiers:
     def unpack(self, z: Tensor) -> tuple[Tensor, ...]:
         """The tiers of z, of shape [batch, packed_channels, height, width]."""
         if z.ndim != 4 or z.shape[1] != self.packed_channels:
-            raise ValueError(invalid(self, "z", f"of shape [batch, {self.packed_channels}, height, width]", list(z.shape)))
+            raise ValueError(invalid(self.owner, "z", f"of shape [batch, {self.packed_channels}, height, width]", list(z.shape)))
         parts = torch.split(z, self._widths, dim=1)
         return tuple(_shuffle(part, scale) for part, scale in zip(parts, self.scales, strict=True))
 
     def _check_parts(self, parts: Sequence[Tensor]) -> None:
         if len(parts) != len(self.channels):
-            raise ValueError(invalid(self, "parts", f"of {len(self.channels)} tensors, one a resolution", f"{len(parts)}"))
+            raise ValueError(invalid(self.owner, "parts", f"of {len(self.channels)} tensors, one a resolution", f"{len(parts)}"))
         if any(part.ndim != 4 for part in parts):
-            raise ValueError(invalid(self, "parts", "of shapes [batch, channels, height, width]", [list(p.shape) for p in parts]))
+            shapes = [list(part.shape) for part in parts]
+            raise ValueError(invalid(self.owner, "parts", "of shapes [batch, channels, height, width]", shapes))
         batch, _, height, width = parts[-1].shape
         expected = [[batch, c, s * height, s * width] for c, s in zip(self.channels, self.scales, strict=True)]
         got = [list(part.shape) for part in parts]
         if got != expected:
-            raise ValueError(invalid(self, "parts", f"of shapes {expected}, from the finest to the coarsest", got))
+            raise ValueError(invalid(self.owner, "parts", f"of shapes {expected}, from the finest to the coarsest", got))
 
 
 def _unshuffle(part: Tensor, scale: int) -> Tensor:
