@@ -21,6 +21,7 @@ from opteq.linear import GMRES, LinearizedMap
 from opteq.operators import Dense
 from opteq.solve import Map
 from opteq.solvers import Anderson, ForwardBackward, Newton, PeacemanRachford, Picard
+from opteq.solvers.splitting import SplitLinear
 from opteq.splitting import Factors, SplitMap
 
 TIGHT = Stop(rtol=1e-12, max_steps=2000)
@@ -64,7 +65,7 @@ def test_the_resolvent_is_the_dense_inverse_and_its_adjoint_the_transpose(kind, 
     cell, fn, W = bound(kind, seed=seed)
     identity = torch.eye(len(W), dtype=W.dtype)
     exact = torch.linalg.inv(identity + step * (identity - W))
-    found = fn.inverse(step)
+    found = fn.W.resolvent(step, cell.state_shape)
     torch.testing.assert_close(matrix_of(found, cell.state_shape), exact, rtol=0, atol=1e-13)
     torch.testing.assert_close(matrix_of(fn.reflection(step), cell.state_shape), 2 * exact - identity, rtol=0, atol=1e-13)
     z, s = (random_matrix(3, *cell.state_shape, seed=i) for i in (5, 6))
@@ -388,11 +389,12 @@ def test_an_ensemble_under_vmap_does_not_share_factors():
 def test_monotone_maps_with_a_resolvent_are_split_by_default_and_others_are_not():
     for kind in KINDS:
         fn = bound(kind)[1]
-        assert default_solver(fn) == default_linear(fn) == PeacemanRachford()
+        assert default_solver(fn) == PeacemanRachford()
+        assert default_linear(fn, 1e-6) == SplitLinear(1e-6)
     zeros = MonotoneConv(2, 3, 4, padding="zeros").bind(torch.zeros(1, 2, 4, 4))
     assert not zeros.has_resolvent()
     assert default_solver(zeros) == Anderson()
-    assert default_linear(zeros) == GMRES()
+    assert default_linear(zeros, 1e-6) == GMRES()
     assert default_solver(GaussianDEQ(3, 4).bind(torch.zeros(1, 3))) == Anderson()
 
 
@@ -404,7 +406,7 @@ def test_a_map_without_a_resolvent_is_refused_with_the_remedy():
     ):
         Equilibrium(cell, PeacemanRachford())(torch.zeros(1, 2, 4, 4))
     with pytest.raises(TypeError, match="circular"):
-        cell.bind(torch.zeros(1, 2, 4, 4)).inverse(1.0)
+        cell.bind(torch.zeros(1, 2, 4, 4)).resolvent(torch.zeros(1, 3, 4, 4), 1.0)
     with pytest.raises(TypeError, match="no known resolvent"):
         cell.bind(torch.zeros(1, 2, 4, 4)).W.A.resolvent(1.0, (3, 4, 4))
 
@@ -436,3 +438,145 @@ def test_too_few_steps_are_told():
         Equilibrium(monotone(0, Monotone(3, 6, m=0.1), 3.0), None, Stop(1e-10, max_steps=3))(random_matrix(4, 3, seed=1))
     assert log[0].status is Status.MAX_STEPS
     assert (log[0].residual > 1e-10).any()
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("cell", "scale"),
+    [
+        (Monotone(20, 60, m=100.0), 1.0),
+        (Monotone(20, 60, m=100.0, activation="tanh"), 1.0),
+        (Monotone(20, 60, init="normal", activation="tanh"), 5.0),
+        (Monotone(20, 60, init="normal"), 5.0),
+        (MonotoneConv(2, 6, 6, init="normal", activation="tanh"), 3.0),
+    ],
+    ids=["m", "m tanh", "tanh", "relu", "conv tanh"],
+)
+def test_single_precision_meets_the_default_tolerances_forward_and_backward(cell, scale):
+    torch.manual_seed(0)
+    cell.reset_parameters()
+    with torch.no_grad():
+        cell.A.mul_(scale)
+        cell.B.mul_(scale)
+    x = torch.randn(8, *((20,) if isinstance(cell, Monotone) else (2, 6, 6)))
+    with record() as log:
+        Equilibrium(cell, stop=Stop(max_steps=200), on_failure="raise")(x).square().mean().backward()
+    assert [entry.status for entry in log] == [Status.CONVERGED] * 2
+
+
+def test_the_backward_solve_leaves_the_splitting_where_rounding_would_keep_it_from_its_tolerance():
+    _, fn, _ = bound("dense", 100.0)
+    z, g = torch.zeros_like(fn.u), random_matrix(*fn.u.shape, seed=4)
+    for rtol, splits in ((1e-8, True), (1e-13, False)):
+        solver, equation = SplitLinear(rtol), LinearizedMap(fn, True, z, g)
+        assert (solver.prepare(equation) is not equation) is splits
+        assert solve(equation, torch.zeros_like(g), solver, Stop(rtol, max_steps=200)).status is Status.CONVERGED
+
+
+def test_half_precision_has_no_resolvent():
+    _, fn, _ = bound("dense")
+    assert fn.has_resolvent()
+    for dtype in (torch.float16, torch.bfloat16):
+        half = fn.to(dtype)
+        assert not half.has_resolvent()
+        assert default_solver(half) == Anderson()
+        with pytest.raises(TypeError, match=f"none is known for this W in {dtype}"):
+            PeacemanRachford().prepare(half)
+
+
+def test_autocast_does_not_round_the_matrix():
+    cell = Monotone(3, 6)
+    exact = cell.matrix()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(cell.matrix(), exact)
+
+
+@pytest.mark.parametrize("name", ["tanh", "softplus", "leaky_relu"])
+def test_prox_keeps_its_digits_at_large_steps(name):
+    sigma, v = find_activation("test", name), torch.tensor([-5.0, -0.4, 0.3, 2.0, 40.0])
+    for step in (3.0, 30.0, 1e5 if name == "leaky_relu" else 50.0):
+        exact = sigma.prox(v.double(), step)
+        torch.testing.assert_close(sigma.prox(v, step).double(), exact, rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e15, 1e25])
+def test_norms_of_every_size_are_found(size):
+    W = -size * torch.eye(4)
+    fn = SplitMap(Dense(W), find_activation("test", "relu"), torch.ones(1, 4), m=1.0)
+    assert fn.norms() == pytest.approx((1 + size, size), rel=1e-4)
+
+
+# Steps
+
+
+@pytest.mark.parametrize("m", [1e-3, 0.05, 0.4])
+def test_a_map_that_is_all_but_the_identity_takes_few_steps(m):
+    cell = Monotone(3, 6, m=m).double()
+    with torch.no_grad():
+        cell.A.zero_()
+        cell.B.zero_()
+    solution = Equilibrium(cell, None, Stop(1e-10)).solve(random_matrix(4, 3, seed=1))
+    assert solution.status is Status.CONVERGED
+    assert solution.steps.max() <= 3
+
+
+def test_products_are_counted():
+    _, fn, _ = bound("dense")
+    zero, start = torch.zeros_like(fn.u), random_matrix(*fn.u.shape, seed=3)
+    for solver, at_zero in ((PeacemanRachford(), 0), (ForwardBackward(), 1)):
+        ready = solver.prepare(fn)
+        assert solver.init(ready, zero).evals == at_zero
+        assert solver.init(ready, start).evals == 1
+        assert solver.step(ready, solver.init(ready, start)).evals == 2
+
+
+def test_a_state_that_was_wrong_trusts_its_estimates_less():
+    _, fn, _ = bound("dense")
+    solver = PeacemanRachford()
+    ready = solver.prepare(fn)
+    state = solver.init(ready, random_matrix(*fn.u.shape, seed=3))
+    size = state.estimate()[0]
+    rows, z = torch.tensor([1, 3]), torch.zeros(2, 6, dtype=torch.float64)
+    fz = z.clone()
+    fz[:, 0] = 3 * size[rows]
+    after = state.corrected(rows, z, fz).estimate()[0]
+    torch.testing.assert_close(after, size * torch.tensor([1.0, 3.0, 1.0, 3.0], dtype=torch.float64))
+
+
+# Activations with memory of their own, or none
+
+
+@pytest.mark.parametrize("solver", [PeacemanRachford(1.0), PeacemanRachford(), ForwardBackward()])
+def test_an_activation_may_answer_with_a_view_of_its_argument(solver):
+    view = Activation("view", lambda a: a[...], lipschitz=1.0)
+    cell = monotone(1, Monotone(3, 5, m=1.5, activation=view))
+    x = random_matrix(4, 3, seed=1)
+    fn = cell.bind(x).detach()
+    u = fn.u.clone()
+    solution = solve(fn, torch.zeros_like(u), solver, TIGHT)
+    assert solution.status is Status.CONVERGED
+    torch.testing.assert_close(solution.z, torch.linalg.solve(torch.eye(5, dtype=torch.float64) - fn.W.W, u.T).T)
+    assert torch.equal(fn.u, u)
+
+
+def test_an_activation_that_writes_to_its_argument_is_refused():
+    with pytest.raises(ValueError, match=r"The 'function' parameter of Activation must be one that leaves its argument as it is"):
+        Activation("in place", torch.nn.ReLU(inplace=True), lipschitz=1.0)
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_unrolled_forward_backward_under_vmap_is_the_loop(activation):
+    layer = Equilibrium(monotone(0, Monotone(3, 6, m=1.0, activation=activation)), ForwardBackward(), gradient=Unrolled(5))
+    x = random_matrix(3, 4, 3, seed=1)
+    torch.testing.assert_close(torch.func.vmap(layer)(x), torch.stack([layer(each) for each in x]))
+
+
+def test_the_resolvent_is_differentiable_however_often_it_was_used():
+    cell = monotone(0, Monotone(3, 6))
+    fn, v = cell.bind(random_matrix(4, 3, seed=1)), random_matrix(4, 6, seed=2)
+    fn.detach().resolvent(v, 0.5)
+    found = [torch.autograd.grad(fn.resolvent(v, 0.5).sum(), cell.A, retain_graph=True)[0] for _ in range(2)]
+    assert found[0].abs().max() > 0
+    assert torch.equal(found[0], found[1])

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from opteq.checks import check_instance, check_number, invalid
+from opteq.checks import check_instance, check_number, invalid, is_transformed
 
 Elementwise: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -63,6 +63,9 @@ class Activation:
         for part, given in given_parts.items():
             if given is not None and not callable(given):
                 raise TypeError(invalid(self, part, "a function of a tensor or None", given))
+        probe = torch.tensor([-0.5, 0.5])
+        if not torch.equal(function(probe) + probe, function(torch.tensor([-0.5, 0.5])) + torch.tensor([-0.5, 0.5])):
+            raise ValueError(invalid(self, "function", "one that leaves its argument as it is", f"{name}, which writes to it"))
         if derivative is None:
             derivative = partial(_slope, function)
         if integral is None:
@@ -172,7 +175,8 @@ def _proximal(function: Elementwise, slope: Elementwise, v: Tensor, step: float)
     """
 
     def gap(t: Tensor) -> Tensor:
-        return (1 - step) * function(t) + step * t - v
+        s = function(t)
+        return s + step * (t - s) - v
 
     def steepness(t: Tensor) -> Tensor:
         return (1 - step) * slope(t) + step
@@ -182,7 +186,7 @@ def _proximal(function: Elementwise, slope: Elementwise, v: Tensor, step: float)
         low, high = torch.full_like(t, -math.inf), torch.full_like(t, math.inf)
         for _ in range(60):
             g = gap(t)
-            if not (g.abs() > 4 * torch.finfo(t.dtype).eps * (v.abs() + step * t.abs())).any():
+            if not is_transformed(g) and not (g.abs() > 4 * torch.finfo(t.dtype).eps * (v.abs() + step * t.abs())).any():
                 break
             low, high = torch.where(g < 0, torch.maximum(low, t), low), torch.where(g > 0, torch.minimum(high, t), high)
             new = t - g / steepness(t)
@@ -225,7 +229,7 @@ def _leaky_conjugate(slope: float, s: Tensor) -> Tensor:
 
 
 def _leaky_proximal(slope: float, v: Tensor, step: float) -> Tensor:
-    return torch.where(v > 0, v, v * (slope / ((1 - step) * slope + step)))
+    return torch.where(v > 0, v, v * (slope / (slope + step * (1 - slope))))
 
 
 def leaky_relu(slope: float) -> Activation:

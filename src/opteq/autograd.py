@@ -68,7 +68,7 @@ class Problem:
 
     solver: Solver
     stop: Stop
-    linear: Callable[[Map], Solver]
+    linear: Callable[[Map, torch.dtype], Solver]
     linear_stop: Callable[[torch.dtype], Stop]
     report: Report
     phase: str = "forward"
@@ -78,7 +78,7 @@ class Problem:
 
     def derived(self, fn: Map, dtype: torch.dtype, phase: str) -> "Problem":
         """The problem of the adjoint or the tangent of fn."""
-        return replace(self, solver=self.linear(fn), stop=self.linear_stop(dtype), phase=phase, amend=None)
+        return replace(self, solver=self.linear(fn, dtype), stop=self.linear_stop(dtype), phase=phase, amend=None)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from opteq.convex import ConvexMap
 from opteq.linear import linear_solver
 from opteq.solve import ConvergenceError, Map, Solution, Solver, State, Status, Stop, ValueState, first_value
 from opteq.solvers import Anderson, Newton, PeacemanRachford, Picard
+from opteq.solvers.splitting import SplitLinear
 from opteq.splitting import SplitMap
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ def default_solver(fn: Map) -> Solver:
     return PeacemanRachford() if isinstance(fn, SplitMap) and fn.has_resolvent() else Anderson()
 
 
-def default_linear(fn: Map) -> Solver:
+def default_linear(fn: Map, rtol: float) -> Solver:
     """The method for the adjoint and the tangent of a map: the splitting for a monotone map with a resolvent; else CG or GMRES."""
-    return PeacemanRachford() if isinstance(fn, SplitMap) and fn.has_resolvent() else linear_solver(fn)
+    return SplitLinear(rtol) if isinstance(fn, SplitMap) and fn.has_resolvent() else linear_solver(fn)
 
 
 def _refuse_selective(gradient: Gradient, solver: Solver | None) -> None:
@@ -88,12 +89,12 @@ class Implicit(Gradient):
     def problem(self, fn: Map, solver: Solver | None, stop: Stop, report: Report) -> Problem:
         """What autograd must know: the solver and the stop of the equilibrium and of its derivatives."""
 
-        def linear(base: Map) -> Solver:
-            return default_linear(base) if self.linear is None else self.linear
-
         def linear_stop(dtype: torch.dtype) -> Stop:
             rtol = max(0.1 * stop.rtol, 50 * torch.finfo(dtype).eps)
             return Stop(rtol=rtol, max_steps=max(200, stop.max_steps)) if self.stop is None else self.stop
+
+        def linear(base: Map, dtype: torch.dtype) -> Solver:
+            return default_linear(base, linear_stop(dtype).rtol) if self.linear is None else self.linear
 
         return Problem(default_solver(fn) if solver is None else solver, stop, linear, linear_stop, report)
 

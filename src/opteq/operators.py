@@ -10,7 +10,19 @@ from torch import Tensor
 
 from opteq.tree import Tree
 
-__all__ = ["Conv", "Dense", "Fourier", "MonotoneOperator", "Operator", "Padding", "Reflection", "Separable", "rotated", "symbol"]
+__all__ = [
+    "Conv",
+    "Dense",
+    "Fourier",
+    "MonotoneOperator",
+    "Operator",
+    "Padding",
+    "Reflection",
+    "Separable",
+    "Transposed",
+    "rotated",
+    "symbol",
+]
 
 Padding: TypeAlias = Literal["zeros", "circular"]
 
@@ -50,6 +62,19 @@ class Reflection(Operator):
 
     def adjoint(self, s: Tensor) -> Tensor:
         return 2 * self.R.adjoint(s) - s
+
+
+@dataclass(frozen=True)
+class Transposed(Operator):
+    """W'."""
+
+    W: Operator
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.W.adjoint(z)
+
+    def adjoint(self, s: Tensor) -> Tensor:
+        return self.W(s)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Maps z -> sigma(W z + u), and those among them that are monotone inclusions, which splitting methods solve."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor
 
 from opteq.activations import Activation
+from opteq.batch import norm, per_sample_like
 from opteq.operators import Dense, Operator
 from opteq.solve import Jacobian, Map, per_sample
+from opteq.tree import Tree
 
-__all__ = ["ActivationMap", "Factors", "SplitMap"]
+__all__ = ["ActivationMap", "Diagonal", "Factors", "SplitMap"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,26 @@ class ActivationMap(Map):
         return Jacobian(jvp=lambda v: slope * self.W(v), vjp=lambda v: self.W.adjoint(slope * v))
 
 
+@dataclass(frozen=True)
+class Diagonal(Tree):
+    """p -> D p with 0 <= D <= 1: the proximal operator of a quadratic, in the place of an activation."""
+
+    D: Tensor = per_sample()
+
+    def __call__(self, p: Tensor) -> Tensor:
+        return self.D * p
+
+    def prox(self, v: Tensor, step: float) -> Tensor:
+        """D v / (D + step (1 - D))."""
+        return v * (self.D / torch.lerp(self.D, torch.ones_like(self.D), step))
+
+
 class Factors:
-    """What solvers computed from the tensors of a bound map, once, for its forward and its backward solves."""
+    """What solvers computed from the tensors of a bound map, once, for its forward and its backward solves.
+
+    It lives as long as the graph of the solution. Writes that PyTorch does not count (`.data`, fused optimizers) go unnoticed: a
+    map that is bound before and solved after one may not converge, and says so.
+    """
 
     def __init__(self) -> None:
         self._made: dict[Any, tuple[list[tuple[Tensor, int]], Any]] = {}
@@ -84,13 +105,8 @@ class SplitMap(ActivationMap):
         return self.sigma.prox(v, step)
 
     def resolvent(self, v: Tensor, step: float) -> Tensor:
-        """(I + step (I - W))^-1 (v + step u), which solves z + step linear(z) = v."""
-        return self.inverse(step)(v + step * self.u)
-
-    def inverse(self, step: float) -> Operator:
-        """(I + step (I - W))^-1, factorised once for all solves of this map; TypeError where no factorisation is known."""
-        found: Operator = self.factors.get(("inverse", step), self.W, lambda: self.W.resolvent(step, self.u.shape[1:]))
-        return found
+        """(I + step (I - W))^-1 (v + step u), which solves z + step linear(z) = v; TypeError where no factorisation is known."""
+        return self.W.resolvent(step, self.u.shape[1:])(v + step * self.u)
 
     def reflection(self, step: float) -> Operator:
         """2 (I + step (I - W))^-1 - I, made once for all solves of this map."""
@@ -100,13 +116,26 @@ class SplitMap(ActivationMap):
         return found
 
     def has_resolvent(self) -> bool:
-        """Whether `inverse` knows a factorisation."""
-        return self.W.has_resolvent()
+        """Whether a factorisation is known, for the precision of this map."""
+        return self.W.has_resolvent() and self.u.dtype in (torch.float32, torch.float64)
 
     def norms(self) -> tuple[float, float]:
         """(||I - W||, ||W||), both estimated from below."""
         found: tuple[float, float] = self.factors.get("norms", self.W, lambda: _norms(self.W, self.u))
         return found
+
+    def resolved_step(self) -> float:
+        """1 / sqrt(L max(m, min(0.6, L))): the step of Peaceman-Rachford, which converges for every step.
+
+        1 / L has the best guaranteed rate; this is within a third of the best step measured, for L from 0.5 to 130 and m from 0.01
+        to 3.
+        """
+        L = max(self.norms()[0], torch.finfo(self.u.dtype).tiny)
+        return 1 / math.sqrt(L * max(self.m, min(0.6, L)))
+
+    def forward_step(self) -> float:
+        """m / L^2: the middle of the interval in which forward-backward contracts, so that L may be 1.4 times too small."""
+        return self.m / max(self.norms()[0], self.m) ** 2
 
 
 @torch.no_grad()
@@ -114,14 +143,20 @@ def _norms(W: Operator, like: Tensor) -> tuple[float, float]:
     """||I - W|| and ||W|| by power iterations on both at once, from a vector without symmetries."""
     v = torch.arange(1, 2 * like[0].numel() + 1, device=like.device).sin().to(like.dtype).view(2, *like.shape[1:])
     size = torch.ones(2, dtype=like.dtype, device=like.device)
-    shape = (2, *[1] * (v.ndim - 1))
-    minus = torch.tensor([1.0, 0.0], dtype=like.dtype, device=like.device).view(shape)  # I - W for the first, -W for the second
+    minus = torch.tensor([1.0, 0.0], dtype=like.dtype, device=like.device).view(
+        2, *[1] * (v.ndim - 1)
+    )  # I - W for the first, -W for the second
     for _ in range(_POWER_STEPS):
-        v = v / torch.linalg.vector_norm(v.flatten(1), dim=1).clamp_min(torch.finfo(v.dtype).tiny).view(shape)
-        v = minus * v - W(v)
-        size = torch.linalg.vector_norm(v.flatten(1), dim=1)
+        v = _unit(v)[0]
+        v, size = _unit(minus * v - W(v))
         v = minus * v - W.adjoint(v)
     return float(size[0]), float(size[1])
+
+
+def _unit(v: Tensor) -> tuple[Tensor, Tensor]:
+    """Each sample scaled to length 1, or 0, and the lengths."""
+    size = norm(v)
+    return v / per_sample_like(torch.where(size > 0, size, 1), v), size
 
 
 _POWER_STEPS = 12

@@ -16,8 +16,8 @@ from opteq.splitting import ActivationMap
 class GaussianDEQ(Cell):
     """z = relu(W z + U x), a contraction when ||W|| < 1.
 
-    Begins with W ~ N(0, 2 sigma_w2 / m) and U ~ N(0, 2 / d), so that ||W|| is about 2 sqrt(2 sigma_w2): below 1 for sigma_w2 < 1/8
-    and inputs of norm sqrt(d) give states of norm about sqrt(m). Parameters W [width, width], U [width, in_features].
+    Begins with W ~ N(0, 2 sigma_w2 / m) and U ~ N(0, 2 / d), so that ||W|| is about 2 sqrt(2 sigma_w2): below 1 for sigma_w2 < 1/8.
+    Inputs of norm sqrt(d) give states of norm about sqrt(m). Parameters W [width, width], U [width, in_features].
     Gaussian-initialised DEQs, Assumption 1.
     """
 

@@ -42,10 +42,11 @@ class MonotoneCell(Cell):
         if init not in get_args(MonotoneInit):
             raise ValueError(invalid(self, "init", " or ".join(map(repr, get_args(MonotoneInit))), init))
         self.sizes, self.m, self.init = sizes, float(m), init
-        self.activation = find_activation(self, activation, monotone=True)
-        if self.activation.lipschitz > 1:
+        self.activation = find_activation(self, activation)
+        if not self.activation.monotone or self.activation.lipschitz > 1:
+            expected = "monotone and 1-Lipschitz, so that it is a proximal operator"
             got = f"{self.activation.name}, of Lipschitz constant {self.activation.lipschitz:g}"
-            raise ValueError(invalid(self, "activation", "1-Lipschitz, so that it is a proximal operator", got))
+            raise ValueError(invalid(self, "activation", expected, got))
 
     def draw(self, weights: Iterable[Tensor], biases: Iterable[Tensor | None]) -> None:
         """The weights as `init` says; the biases 0."""
@@ -96,9 +97,10 @@ class Monotone(MonotoneCell):
         self.draw((self.A, self.B, self.U), (self.b,))
 
     def matrix(self) -> Tensor:
-        """W = (1 - m) I - A'A + B - B'."""
-        identity = torch.eye(self.width, dtype=self.A.dtype, device=self.A.device)
-        return (1 - self.m) * identity - self.A.T @ self.A + self.B - self.B.T
+        """W = (1 - m) I - A'A + B - B', in the precision of the parameters: rounding to less could make I - W indefinite."""
+        with torch.autocast(self.A.device.type, enabled=False):
+            identity = torch.eye(self.width, dtype=self.A.dtype, device=self.A.device)
+            return (1 - self.m) * identity - self.A.T @ self.A + self.B - self.B.T
 
     def injection(self, x: Tensor) -> Tensor:
         """U x + b, in the promoted dtype."""

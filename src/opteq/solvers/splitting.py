@@ -8,63 +8,64 @@ Both solve the adjoint and the tangent of such a map as well, which are monotone
 and v -> D v is the proximal operator of a quadratic, since 0 <= D <= 1.
 """
 
-import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from opteq.activations import Activation
 from opteq.batch import norm
 from opteq.checks import check_number, invalid
 from opteq.convex import raised
-from opteq.linear import LinearizedMap
-from opteq.operators import Operator
-from opteq.solve import Jacobian, Map, Solver, State, per_sample
-from opteq.splitting import SplitMap
+from opteq.linear import GMRES, GMRESState, LinearizedMap
+from opteq.operators import Operator, Transposed
+from opteq.solve import Map, Solver, State, ValueState, per_sample
+from opteq.splitting import Diagonal, SplitMap
+
+Alpha: TypeAlias = float | Literal["auto"]
 
 
 @dataclass(frozen=True)
 class SplitForm(Map):
-    """A monotone map made ready for its steps: s solves 0 in (I - W) s - u + dh(s), and the equilibrium is z = s."""
+    """A monotone map, or the adjoint or tangent of one, made ready for its steps: 0 in (I - W) s - u + dh(s) in `split`."""
 
     closed: ClassVar[bool] = True
-    fn: SplitMap | LinearizedMap
+    split: SplitMap
+    kind: Literal["map", "adjoint", "tangent"]
     step: float
     reflection: Operator | None  # 2 (I + step (I - W))^-1 - I
+    factor: float  # |W'| for adjoints, whose residual is W'(D p - s)
     shift: Tensor | None = per_sample()  # 2 step (I + step (I - W))^-1 u
-
-    @property
-    def base(self) -> SplitMap:
-        """The map that is split."""
-        assert isinstance(self.fn, SplitMap)
-        return self.fn
+    g: Tensor | None = per_sample()  # of a tangent
 
     def __call__(self, z: Tensor) -> Tensor:
-        return self.fn(z)
+        """The map itself, for the loop."""
+        if self.kind == "map":
+            return self.split(z)
+        if self.kind == "adjoint":
+            return self.split.hidden(self.split.sigma(z))
+        return self.split.sigma(self.split.W(z)) + self._g()
 
-    def linearize(self, z: Tensor) -> Jacobian:
-        return self.fn.linearize(z)
+    def _g(self) -> Tensor:
+        assert self.g is not None
+        return self.g
 
     def enter(self, z: Tensor) -> Tensor:
         """s of a first z."""
-        return z
+        if self.kind == "map" or not z.any():
+            return z
+        return self.split.sigma(z) if self.kind == "adjoint" else z - self._g()
 
-    def source(self) -> Tensor:
-        """u."""
-        return self.base.u
-
-    def hidden(self, s: Tensor) -> Tensor:
-        """W s + u."""
-        return self.base.hidden(s)
-
-    def activate(self, p: Tensor) -> Tensor:
-        """sigma(p), so that s = activate(hidden(s)) at the solution."""
-        return self.base.sigma(p)
+    def output(self, s: Tensor, p: Tensor) -> Tensor:
+        """z, given s and p = W s + u."""
+        if self.kind == "map":
+            return s
+        return p if self.kind == "adjoint" else s + self._g()
 
     def prox(self, v: Tensor) -> Tensor:
         """prox_{step h}(v)."""
-        return self.base.prox(v, self.step)
+        return self.split.prox(v, self.step)
 
     def reflect(self, y: Tensor) -> Tensor:
         """2 w - y, where w + step ((I - W) w - u) = y."""
@@ -72,80 +73,26 @@ class SplitForm(Map):
         assert self.shift is not None
         return self.reflection(y).add_(self.shift)
 
-    def output(self, s: Tensor, p: Tensor) -> Tensor:
-        """z, given s and p = W s + u."""
-        return s
-
     def sizes(self, s: Tensor, p: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """(|f(z) - z|, |f(z)|), the second to within the first."""
-        value = self.activate(p)
-        scale = norm(value)
-        return norm(value - s if value.requires_grad or value is p else value.sub_(s)), scale
+        value = self.split.sigma(p)
+        scale = norm(value if self.kind == "map" else z)
+        gap = value - s if _shares(value, p) else value.sub_(s)
+        return norm(gap) * self.factor, scale
+
+    def first(self, z0: Tensor) -> tuple[Tensor, Tensor, int]:
+        """s and p = W s + u at z0, and the products that they took."""
+        s = self.enter(z0)
+        return (s, self.split.hidden(s), 1) if s.any() else (s, self.split.u, 0)
 
 
-@dataclass(frozen=True)
-class LinearSplitForm(SplitForm):
-    """The same for v = J v + g or v = J'v + g, J the Jacobian of a monotone map."""
-
-    slope: Tensor = per_sample()  # D
-    gain: Tensor = per_sample()  # D / (step + (1 - step) D)
-    u: Tensor = per_sample()
-    factor: float = 1.0  # |W'| for adjoints, whose residual is W'(D p - s)
-
-    @property
-    def base(self) -> SplitMap:
-        assert isinstance(self.fn, LinearizedMap)
-        assert isinstance(self.fn.base, SplitMap)
-        return self.fn.base
-
-    @property
-    def transposed(self) -> bool:
-        """Whether this is an adjoint."""
-        assert isinstance(self.fn, LinearizedMap)
-        return self.fn.transposed
-
-    @property
-    def g(self) -> Tensor:
-        """The right-hand side."""
-        assert isinstance(self.fn, LinearizedMap)
-        return self.fn.g
-
-    def __call__(self, z: Tensor) -> Tensor:
-        """J'z + g or J z + g, without linearising once more."""
-        W = self.base.W
-        return (W.adjoint(self.slope * z) if self.transposed else W(z).mul_(self.slope)).add_(self.g)
-
-    def enter(self, z: Tensor) -> Tensor:
-        if not z.any():
-            return torch.zeros_like(z)
-        return self.slope * z if self.transposed else z - self.g
-
-    def source(self) -> Tensor:
-        return self.u
-
-    def hidden(self, s: Tensor) -> Tensor:
-        return (self.base.W.adjoint(s) if self.transposed else self.base.W(s)) + self.u
-
-    def activate(self, p: Tensor) -> Tensor:
-        return self.slope * p
-
-    def prox(self, v: Tensor) -> Tensor:
-        return self.gain * v
-
-    def reflect(self, y: Tensor) -> Tensor:
-        assert self.reflection is not None
-        assert self.shift is not None
-        return (self.reflection.adjoint(y) if self.transposed else self.reflection(y)).add_(self.shift)
-
-    def output(self, s: Tensor, p: Tensor) -> Tensor:
-        return p if self.transposed else s + self.g
-
-    def sizes(self, s: Tensor, p: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        return norm(self.activate(p).sub_(s)) * self.factor, norm(z)
+def _shares(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin in the same memory: an activation may answer with its argument, or a view of it."""
+    return a.numel() > 0 and a.data_ptr() == b.data_ptr()
 
 
-def _form(solver: Solver, fn: Map, alpha: "float | Literal['auto']", resolved: bool) -> SplitForm:
-    """The map made ready, or a TypeError that says what to do."""
+def _base(solver: Solver, fn: Map) -> SplitMap:
+    """The map that is split, or a TypeError that names the solvers that fit."""
     base = fn.base if isinstance(fn, LinearizedMap) else fn
     if not isinstance(base, SplitMap):
         name, kind = type(solver).__name__, type(base).__name__
@@ -153,48 +100,25 @@ def _form(solver: Solver, fn: Map, alpha: "float | Literal['auto']", resolved: b
             f"{name} splits monotone maps z = sigma(W z + u), I - W >= m I: those of Monotone, MonotoneConv and MonotoneMultiTier. "
             f"Got {kind} instead; solvers that fit any map are Picard, Anderson, Broyden and Newton."
         )
-    if resolved and not base.has_resolvent():
-        raise TypeError(
-            f"{type(solver).__name__} needs the resolvent (I + alpha (I - W))^-1, and none is known for this W, such as a "
-            "convolution with zero padding. (a) Give the cell padding='circular', (b) take Anderson(), or (c) ForwardBackward(), "
-            "which converges for certain, but slowly where ||I - W|| is many times m."
-        )
-    step = (_resolved_step if resolved else _forward_step)(base) if alpha == "auto" else float(alpha)
-    reflection = base.reflection(step) if resolved else None
-    if isinstance(fn, LinearizedMap):
-        return _linear_form(fn, base, step, reflection)
-    assert isinstance(fn, SplitMap)
-    return SplitForm(fn, step, reflection, None if reflection is None else _shift(reflection(fn.u), fn.u, step))
+    return base
 
 
-def _shift(reflected: Tensor, u: Tensor, step: float) -> Tensor:
+def _form(fn: Map, base: SplitMap, step: float, reflection: Operator | None) -> SplitForm:
+    """The map, adjoint or tangent made ready; `reflection` is that of the base."""
+    if not isinstance(fn, LinearizedMap):
+        return SplitForm(base, "map", step, reflection, 1.0, _shift(reflection, base.u, step), None)
+    diagonal = cast(Activation, Diagonal(base.sigma.derivative(base.hidden(fn.z))))  # it has what a split needs of one
+    if not fn.transposed:
+        split = replace(base, sigma=diagonal, u=base.W(fn.g))
+        return SplitForm(split, "tangent", step, reflection, 1.0, _shift(reflection, split.u, step), fn.g)
+    turned = None if reflection is None else Transposed(reflection)
+    split = replace(base, W=Transposed(base.W), sigma=diagonal, u=fn.g)
+    return SplitForm(split, "adjoint", step, turned, base.norms()[1], _shift(turned, fn.g, step), None)
+
+
+def _shift(reflection: Operator | None, u: Tensor, step: float) -> Tensor | None:
     """2 step (I + step (I - W))^-1 u = step (C u + u)."""
-    return reflected.add_(u).mul_(step)
-
-
-def _linear_form(fn: LinearizedMap, base: SplitMap, step: float, reflection: Operator | None) -> LinearSplitForm:
-    slope = base.sigma.derivative(base.hidden(fn.z))
-    gain = slope if step == 1 else slope / (slope * (1 - step)).add_(step)
-    gain = slope if torch.equal(gain, slope) else gain  # as for ReLU, whose slopes are 0 and 1: less to keep
-    u = fn.g if fn.transposed else base.W(fn.g)
-    shift = None
-    if reflection is not None:
-        shift = _shift(reflection.adjoint(u) if fn.transposed else reflection(u), u, step)
-    return LinearSplitForm(fn, step, reflection, shift, slope, gain, u, base.norms()[1] if fn.transposed else 1.0)
-
-
-def _resolved_step(fn: SplitMap) -> float:
-    """1 / sqrt(L max(m, 0.6)).
-
-    1 / L has the best guaranteed rate; this is within a third of the best step measured, for L from 0.5 to 130 and m from 0.01
-    to 3. The iteration converges for every step.
-    """
-    return 1 / math.sqrt(max(fn.norms()[0], torch.finfo(fn.u.dtype).tiny) * max(fn.m, 0.6))
-
-
-def _forward_step(fn: SplitMap) -> float:
-    """m / L^2, the middle of the interval in which the iteration contracts: L may be 1.4 times too small."""
-    return fn.m / max(fn.norms()[0], fn.m) ** 2
+    return None if reflection is None else reflection(u).add_(u).mul_(step)
 
 
 @dataclass(frozen=True)
@@ -215,11 +139,69 @@ class SplitState(State):
         return replace(self, trust=raised(self.trust, rows, norm(fz - z), self.estimate()[0][rows]))
 
 
+def _check_alpha(solver: Solver, alpha: object) -> None:
+    if isinstance(alpha, (int, float)):
+        check_number(solver, "alpha", alpha, 0.0, open_low=True)
+    elif alpha != "auto":
+        raise (ValueError if isinstance(alpha, str) else TypeError)(invalid(solver, "alpha", "'auto' or a number > 0", alpha))
+
+
 @dataclass(frozen=True)
-class ForwardState(SplitState):
-    """p = W s + u."""
+class ForwardState(ValueState):
+    """z and f(z) = sigma(p), p = W z + u."""
 
     p: Tensor
+
+
+@dataclass(frozen=True)
+class LinearForwardState(SplitState):
+    """The same of an adjoint or a tangent: p = W s + u."""
+
+    p: Tensor
+
+
+@dataclass(frozen=True)
+class ForwardBackward(Solver):
+    """z <- prox_{alpha h}(z - alpha ((I - W) z - u)): one product a step; converges for alpha in (0, 2 m / L^2), L = ||I - W||.
+
+    `alpha`: "auto" takes m / L^2, with L from a few power iterations. Linear convergence with a factor of sqrt(1 - m^2 / L^2),
+    which is slow where L is many times m: a larger alpha may be faster there, without the guarantee, and PeacemanRachford is where
+    the map has a resolvent.
+    """
+
+    differentiable: ClassVar[bool] = True
+    alpha: Alpha = "auto"
+
+    def __post_init__(self) -> None:
+        _check_alpha(self, self.alpha)
+
+    def prepare(self, fn: Map) -> SplitForm:
+        base = _base(self, fn)
+        return _form(fn, base, base.forward_step() if isinstance(self.alpha, str) else float(self.alpha), None)
+
+    def init(self, fn: Map, z0: Tensor) -> ForwardState | LinearForwardState:
+        assert isinstance(fn, SplitForm)
+        if fn.kind == "map":
+            return self._exact(fn, z0, 1)
+        s, p, evals = fn.first(z0)
+        z = fn.output(s, p)
+        size, scale = fn.sizes(s, p, z)
+        return LinearForwardState(z, evals, s, size, scale, torch.ones_like(size), p)
+
+    def step(self, fn: Map, state: State) -> ForwardState | LinearForwardState:
+        assert isinstance(fn, SplitForm)
+        if isinstance(state, ForwardState):
+            return self._exact(fn, fn.prox(torch.lerp(state.z, state.p, fn.step)), state.evals + 1)
+        assert isinstance(state, LinearForwardState)
+        s = fn.prox(torch.lerp(state.s, state.p, fn.step))
+        p = fn.split.hidden(s)
+        z = fn.output(s, p)
+        size, scale = fn.sizes(s, p, z)
+        return LinearForwardState(z, state.evals + 1, s, size, scale, state.trust, p)
+
+    def _exact(self, fn: SplitForm, z: Tensor, evals: int) -> ForwardState:
+        p = fn.split.hidden(z)
+        return ForwardState(z, evals, fn.split.sigma(p), p)
 
 
 @dataclass(frozen=True)
@@ -229,77 +211,34 @@ class ReflectedState(SplitState):
     t: Tensor
 
 
-def _first(form: SplitForm, z0: Tensor) -> tuple[Tensor, Tensor, int]:
-    """s, p = W s + u at z0, and the products that they took."""
-    if not z0.any() and form.source().shape == z0.shape:
-        s = form.enter(z0)
-        if not s.any():
-            return s, form.source(), 0
-    s = form.enter(z0)
-    return s, form.hidden(s), 1
-
-
-def _check_alpha(solver: Solver, alpha: object) -> None:
-    if isinstance(alpha, str):
-        if alpha != "auto":
-            raise ValueError(invalid(solver, "alpha", "'auto' or a number > 0", alpha))
-    else:
-        check_number(solver, "alpha", alpha, 0.0, open_low=True)
-
-
-@dataclass(frozen=True)
-class ForwardBackward(Solver):
-    """z <- prox_{alpha h}(z - alpha ((I - W) z - u)): one product a step; converges for alpha in (0, 2 m / L^2), L = ||I - W||.
-
-    `alpha`: "auto" takes m / L^2, with L from a few power iterations. Linear convergence with a factor of sqrt(1 - m^2 / L^2),
-    which is slow where L is many times m; PeacemanRachford is faster where the map has a resolvent.
-    """
-
-    differentiable: ClassVar[bool] = True
-    alpha: float | Literal["auto"] = "auto"
-
-    def __post_init__(self) -> None:
-        _check_alpha(self, self.alpha)
-
-    def prepare(self, fn: Map) -> SplitForm:
-        return _form(self, fn, self.alpha, resolved=False)
-
-    def init(self, fn: Map, z0: Tensor) -> ForwardState:
-        assert isinstance(fn, SplitForm)
-        s, p, evals = _first(fn, z0)
-        z = fn.output(s, p)
-        size, scale = fn.sizes(s, p, z)
-        return ForwardState(z, evals, s, size, scale, torch.ones_like(size), p)
-
-    def step(self, fn: Map, state: State) -> ForwardState:
-        assert isinstance(fn, SplitForm)
-        assert isinstance(state, ForwardState)
-        s = fn.prox(torch.lerp(state.s, state.p, fn.step))
-        p = fn.hidden(s)
-        z = fn.output(s, p)
-        size, scale = fn.sizes(s, p, z)
-        return ForwardState(z, state.evals + 1, s, size, scale, state.trust, p)
-
-
 @dataclass(frozen=True)
 class PeacemanRachford(Solver):
     """t <- C (2 prox(t) - t) + c with C = 2 (I + alpha (I - W))^-1 - I: one product a step, and a factorisation for all of them.
 
     Converges for every alpha > 0, also where ||W|| > 1. The factorisation is made once for a bound map and serves its backward
-    solves. `alpha`: "auto" takes 1 / sqrt(L max(m, 0.6)), with L = ||I - W|| from a few power iterations.
+    solves. `alpha`: "auto" takes 1 / sqrt(L max(m, min(0.6, L))), with L = ||I - W|| from a few power iterations. Rounding limits
+    the residual to about eps L / alpha.
     """
 
-    alpha: float | Literal["auto"] = "auto"
+    alpha: Alpha = "auto"
 
     def __post_init__(self) -> None:
         _check_alpha(self, self.alpha)
 
     def prepare(self, fn: Map) -> SplitForm:
-        return _form(self, fn, self.alpha, resolved=True)
+        base = _base(self, fn)
+        if not base.has_resolvent():
+            raise TypeError(
+                f"PeacemanRachford needs the resolvent (I + alpha (I - W))^-1, and none is known for this W in {base.u.dtype}, as "
+                "for a convolution with zero padding. (a) Give the cell padding='circular', (b) take Anderson(), or "
+                "(c) ForwardBackward(), which converges for certain, but slowly where ||I - W|| is many times m."
+            )
+        step = base.resolved_step() if isinstance(self.alpha, str) else float(self.alpha)
+        return _form(fn, base, step, base.reflection(step))
 
     def init(self, fn: Map, z0: Tensor) -> ReflectedState:
         assert isinstance(fn, SplitForm)
-        s, p, evals = _first(fn, z0)
+        s, p, evals = fn.first(z0)
         z = fn.output(s, p)
         size, scale = fn.sizes(s, p, z)
         t = torch.lerp(s, p, fn.step)
@@ -321,5 +260,26 @@ class PeacemanRachford(Solver):
 
 
 def _apart(s: Tensor, t: Tensor) -> Tensor:
-    """s in memory of its own, also for the identity."""
-    return s.clone() if s is t else s
+    """s in memory of its own."""
+    return s.clone() if _shares(s, t) else s
+
+
+@dataclass(frozen=True)
+class SplitLinear(Solver):
+    """Peaceman-Rachford for the adjoint or tangent of a monotone map, or GMRES where rounding would keep it from `rtol`.
+
+    z = p = w + (t - w) / alpha has an error of eps |w| / alpha, which its residual, W'(D p - s), multiplies by |W|.
+    """
+
+    rtol: float
+
+    def prepare(self, fn: Map) -> Map:
+        base = _base(self, fn)
+        noise = torch.finfo(base.u.dtype).eps * max(1.0, base.norms()[1]) / base.resolved_step()
+        return fn if noise > self.rtol else PeacemanRachford().prepare(fn)
+
+    def init(self, fn: Map, z0: Tensor) -> State:
+        return PeacemanRachford().init(fn, z0) if isinstance(fn, SplitForm) else GMRES().init(fn, z0)
+
+    def step(self, fn: Map, state: State) -> State:
+        return GMRES().step(fn, state) if isinstance(state, GMRESState) else PeacemanRachford().step(fn, state)
