@@ -4,6 +4,7 @@ import statistics
 from dataclasses import dataclass
 from typing import ClassVar
 
+import mpmath as mp
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,19 @@ from bound_zoo import KINDS, ActivationCell, equilibrium, gaussian, image_split,
 from cell_zoo import affine, conv, deep, dense, random_matrix
 from conformance import write_verify
 from opteq import Cell, Equilibrium, Stop, solve
-from opteq.cells import FunctionCell, GaussianDEQ, Monotone, OptEq, ScaledReLU, StackedOptEq
+from opteq.cells import (
+    AffineOptEq,
+    ConvOptEq,
+    DepthwiseOptEq,
+    FunctionCell,
+    GaussianDEQ,
+    Monotone,
+    MonotoneConv,
+    OptEq,
+    ScaledReLU,
+    StackedOptEq,
+    WideOptEq,
+)
 from opteq.cells.deep import RegularizedStep
 from opteq.models import Readout
 from opteq.regularizers import HSIC, L1, L2, Incay, Regularizer
@@ -198,6 +211,119 @@ def test_rounding_is_allowed_for_at_the_equilibrium_itself() -> None:
         assert (bound < 1e-10).all()
 
 
+# Injections that cancel, against 40 digits
+
+
+def exact_matrix(tensor: Tensor) -> mp.matrix:
+    tensor = tensor.detach()
+    return mp.matrix((tensor if tensor.ndim == 2 else tensor[:, None]).tolist())
+
+
+def layer_of(cell: Cell, x: Tensor):
+    """z -> W' relu(W z + U x + b) of one OptEq layer with dense weights, or of a convolution of one pixel."""
+    if isinstance(cell, OptEq):
+        W, U = cell.W, cell.U
+    elif isinstance(cell, ConvOptEq):
+        W, U = cell.W[:, :, 0, 0], cell.U[:, :, 0, 0]
+    else:
+        W, U = cell.W2[:, :, 0, 0], cell.U2[:, :, 0, 0]
+    W, U = exact_matrix(W), exact_matrix(U)
+    if isinstance(cell, DepthwiseOptEq):
+        W, U = (M * mp.diag(list(exact_matrix(d.flatten()))) for M, d in ((W, cell.W1), (U, cell.U1)))
+    u = U * exact_matrix(x.flatten()) + exact_matrix(cell.b)
+    return lambda z: W.T * (W * z + u).apply(lambda t: max(t, mp.mpf(0)))
+
+
+def relu_of(cell: Cell, x: Tensor):
+    """z -> relu(W z + u)."""
+    x = exact_matrix(x.flatten())
+    if isinstance(cell, GaussianDEQ):
+        W, u = exact_matrix(cell.W), exact_matrix(cell.U) * x
+    elif isinstance(cell, ScaledReLU):
+        W, u = mp.mpf(cell.gamma) * exact_matrix(cell.A.T), (exact_matrix(cell.W.T) * x).apply(lambda t: max(t, mp.mpf(0)))
+    else:
+        A, B, U = (exact_matrix(p.flatten(1)) for p in (cell.A, cell.B, cell.U))
+        W, u = (1 - mp.mpf(cell.m)) * mp.eye(A.rows) - A.T * A + B - B.T, U * x + exact_matrix(cell.b)
+    return lambda z: (W * z + u).apply(lambda t: max(t, mp.mpf(0)))
+
+
+def cancelled(cell: Cell) -> Cell:
+    """With U x, or U x + b, of about 1e-6 times its terms for x = (1/3, 1/3, ...)."""
+    for layer in cell.modules():
+        pixel = next((getattr(layer, name) for name in ("U", "U2") if hasattr(layer, name)), None)
+        pixel = layer.W.T if isinstance(layer, ScaledReLU) else pixel
+        if pixel is not None:
+            with torch.no_grad():
+                pixel[:, 1] = -pixel[:, 0] * (1 + 1e-6 * torch.rand(pixel[:, 0].shape).double())
+                pixel[:, :2].mul_(1e6)
+    return cell
+
+
+def pixelwise(kind: type[Cell], *sizes: int, scale: float, **options) -> Cell:
+    """Kernels of one pixel, each layer a contraction."""
+    cell = kind(*sizes, kernel_size=1, **options).double()
+    with torch.no_grad():
+        for name, p in cell.named_parameters():
+            p.normal_().mul_(scale if name[0] in "WAB" else 1.0)
+            if name[0] in "UW" and name[1:] == "1":
+                p.fill_(1.0 if name[0] == "W" else 1.25)
+    return cell
+
+
+def biased() -> Monotone:
+    """U x + b, with b that cancels U x."""
+    cell = Monotone(3, 5, m=0.9).double()
+    with torch.no_grad():
+        cell.A.mul_(0.3)
+        cell.B.mul_(0.3)
+        cell.b.copy_(0.5 - 1e6 * (cell.U @ torch.tensor([1 / 3, 1 / 3, 0.3]).double()))
+        cell.U.mul_(1e6)
+    return cell
+
+
+CANCELLING = {
+    "gaussian": lambda: (cancelled(gaussian(0, factor=0.4)), relu_of),
+    "scaled": lambda: (cancelled(ScaledReLU(3, 5, gamma=0.3).double()), relu_of),
+    "monotone": lambda: (biased(), relu_of),
+    "monotone conv": lambda: (cancelled(pixelwise(MonotoneConv, 3, 4, 1, scale=0.1, m=0.9)), relu_of),
+    "layer": lambda: (cancelled(dense(0, factor=0.4)), layer_of),
+    "conv": lambda: (cancelled(pixelwise(ConvOptEq, 3, 4, 4, scale=0.2)), layer_of),
+    "depthwise": lambda: (cancelled(pixelwise(DepthwiseOptEq, 3, 3, 4, scale=0.2)), layer_of),
+    "affine": lambda: (cancelled(AffineOptEq(dense(0, factor=0.4)).double()), lambda cell, x: layer_of(cell.cell, x)),
+    "deep": lambda: (cancelled(deep(dense(0, factor=0.4), dense(1, factor=0.4))), composed),
+    "stacked": lambda: (cancelled(StackedOptEq([dense(0, factor=0.4), dense(1, factor=0.4)])), composed),
+    "wide": lambda: (cancelled(WideOptEq([dense(0, factor=0.4), dense(1, factor=0.4, mu=1.0, alpha=0.5)])), averaged),
+    "wide, one matrix": lambda: (cancelled(WideOptEq([dense(0, factor=0.4), dense(1, factor=0.4)])), averaged),
+}
+
+
+def composed(cell: Cell, x: Tensor):
+    first, second = (layer_of(layer, x) for layer in cell.layers)
+    return lambda z: second(first(z))
+
+
+def averaged(cell: Cell, x: Tensor):
+    maps, alphas = [layer_of(layer, x) for layer in cell.layers], [mp.mpf(layer.alpha) for layer in cell.layers]
+    return lambda z: sum((a * f(z) for a, f in zip(alphas[1:], maps[1:], strict=True)), alphas[0] * maps[0](z)) / sum(alphas)
+
+
+@pytest.mark.parametrize("name", CANCELLING)
+def test_rounding_of_an_injection_that_cancels_is_allowed_for(name: str) -> None:
+    torch.manual_seed(0)
+    cell, oracle = CANCELLING[name]()
+    x = torch.tensor([[1 / 3, 1 / 3, 0.3]]).double()
+    x = x[:, :, None, None] if "conv" in name or name == "depthwise" else x
+    z = equilibrium(cell, x)
+    with mp.workdps(40):
+        f, point = oracle(cell, x), mp.zeros(z.reshape(-1, z.shape[-1] if z.ndim < 4 else z.numel()).shape[1], 1)
+        for _ in range(150):
+            point = f(point)
+        last = exact_matrix((z[:, -1] if name == "stacked" else z).flatten())
+        true = float(mp.norm(last - point))
+    bound = float(error_bound(cell, x, z).bound)
+    assert 1e-13 < true <= bound <= 1e4 * true  # without the allowance the bound would be some 1e-15
+
+
 def ill_posed() -> dict[str, Cell]:
     torch.manual_seed(0)
     split, scaled = Monotone(3, 4, m=0.1).double(), ScaledReLU(3, 4, gamma=1.0).double()
@@ -376,7 +502,7 @@ def test_wrong_arguments_are_named() -> None:
     cell, x = dense(0), random_matrix(2, 3, seed=0)
     z = cell.initial(x)
     with pytest.raises(TypeError, match="'cell' parameter of error_bound must be a Cell"):
-        error_bound(Equilibrium(cell), x, z)  # type: ignore[arg-type]
+        error_bound(nn.Linear(3, 4), x, z)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'x' parameter"):
         error_bound(cell, [1.0], z)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'solution' parameter"):
@@ -509,6 +635,26 @@ def test_wrong_heads_are_named() -> None:
         certified_predictions(head, z, bound[:1])
     with pytest.raises(TypeError, match="'bound' parameter"):
         certified_predictions(head, z, 0.1)  # type: ignore[arg-type]
+    for certify in (certified_predictions, certified_interval):
+        with pytest.raises(ValueError, match=r"'bound' parameter of certified_.* must be >= 0.* Got -1.0"):
+            certify(head, z, torch.tensor([0.5, -1.0]))
+
+
+def test_a_bound_that_is_no_number_is_an_infinite_one() -> None:
+    head, z, bound = nn.Linear(4, 3), random_matrix(2, 4, seed=0), torch.tensor([math.nan, 0.0])
+    assert certified_predictions(head, z, bound).certified.tolist() == [False, True]
+    low, high = certified_interval(head, z, bound)
+    assert low[0].tolist() == [-math.inf] * 3
+    assert high[0].tolist() == [math.inf] * 3
+
+
+def test_the_layer_or_the_model_around_a_cell_is_as_good_as_the_cell() -> None:
+    cell = gaussian(0)
+    x = random_matrix(2, 3, seed=0)
+    z = cell.initial(x) + 0.1
+    expected = error_bound(cell, x, z)
+    for around in (Equilibrium(cell), Readout(cell)):
+        assert torch.equal(error_bound(around, x, z).bound, expected.bound)
 
 
 def test_any_map_that_splits_is_covered() -> None:

@@ -219,11 +219,13 @@ def test_the_certified_decay_has_the_square_of_sigma_min(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "times", [[], [1.0, 1.0], [-1.0, 1.0], [0.0, math.nan], [0.0, math.inf], [2.0, 1.0], torch.zeros(2, 2)], ids=str
+    "times",
+    [[], [1.0, 1.0], [-1.0, 1.0], [0.0, math.nan], [0.0, math.inf], [2.0, 1.0], torch.zeros(2, 2), "abc", None, [1, "a"]],
+    ids=str,
 )
-def test_times_must_increase_from_0(times: list[float]) -> None:
+def test_times_must_increase_from_0(times: Any) -> None:
     readout, X, y = network("tanh")
-    with pytest.raises(ValueError, match="'times'"):
+    with pytest.raises((ValueError, TypeError), match="'times' parameter of gradient_flow must be increasing numbers"):
         gradient_flow(readout, X, y, times)
 
 
@@ -236,6 +238,11 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="'rtol'"):
         gradient_flow(readout.float(), X.float(), y.float(), [1.0], rtol=1e-6)
     readout.double()
+    for call in (lambda X, y: gradient_flow(readout, X, y, [1.0]), lambda X, y: loss_gradient(readout, X, y)):
+        with pytest.raises(ValueError, match=r"'X' parameter of .* with N >= 1"):
+            call(X[:0], y[:0])
+    with pytest.raises(ValueError, match=r"'z0' parameter of loss_gradient must be of shape \[4, 8\]"):
+        loss_gradient(readout, X, y, torch.zeros(3, 2))
     with pytest.raises(ValueError, match="'max_evals'"):
         gradient_flow(readout, X, y, [1.0], max_evals=0)
     with pytest.raises(ValueError, match="'y'"):
@@ -256,18 +263,113 @@ def test_too_few_gradients_say_how_far_it_came() -> None:
         gradient_flow(readout, X, y, [1e6], max_evals=30)
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "opteq"])
+@pytest.mark.parametrize(("model", "data"), [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
+def test_a_model_and_data_of_two_precisions_meet_in_the_better_one(kind: str, model: torch.dtype, data: torch.dtype) -> None:
+    readout, X, y = network(kind)
+    expected = loss_gradient(readout, X, y)
+    readout, X, y = readout.to(model), X.to(data), y.to(data)
+    found = loss_gradient(readout, X, y)
+    assert found.z.dtype == torch.float64
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    for name, gradient in found.gradient.items():
+        assert gradient.dtype == model
+        torch.testing.assert_close(gradient.double(), expected.gradient[name], rtol=1e-3, atol=1e-5)
+    flow = gradient_flow(readout, X, y, [0.0, 1e-3], rtol=1e-2)
+    assert flow.losses[1] < flow.losses[0] == pytest.approx(expected.loss, rel=1e-5)
+
+
+def test_labels_of_a_better_precision_than_all_else_are_rounded() -> None:
+    readout, X, y = network("gaussian")
+    assert loss_gradient(readout.float(), X.float(), y).loss == pytest.approx(loss(readout.double(), X, y), rel=1e-5)
+
+
+def test_single_precision_has_a_default_tolerance_of_its_own() -> None:
+    readout, X, y = network("tanh")
+    expected = gradient_flow(readout, X, y, [0.2])
+    found = gradient_flow(readout.float(), X.float(), y.float(), [0.2])
+    assert found.parameters["a"].dtype == torch.float32
+    assert float(found.losses[0]) == pytest.approx(float(expected.losses[0]), rel=1e-3)
+
+
+def test_a_flow_that_leaves_its_equilibria_says_when_and_warns_nowhere() -> None:
+    """W begins near norm 1, and labels far above the outputs make it grow. Warnings are errors here."""
+    readout, X, y = network("gaussian", N=2)
+    readout.stop = Stop(rtol=1e-12, max_steps=40)
+    with torch.no_grad():
+        for p in readout.parameters():
+            p.abs_()
+        readout.cell.W.mul_(0.95 / torch.linalg.matrix_norm(readout.cell.W, 2))
+    for method in ("DOP853", "Radau"):
+        text = r"near the time \d.*, since an equilibrium was not found: the flow may have left .*\|\|W\|\| < 1.*did not converge"
+        with pytest.raises(ConvergenceError, match=text) as found:
+            gradient_flow(readout, X.abs(), 1e3 + 0 * y, [1.0], method=method, rtol=1e-3)  # type: ignore[arg-type]
+        assert found.value.solution is not None
+
+
+def test_a_step_to_where_there_is_no_equilibrium_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    readout, X, y = network("tanh")
+    expected, plain, calls = gradient_flow(readout, X, y, [0.1]), loss_gradient, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if 5 <= len(calls) < 5 + module._ATTEMPTS - 1:
+            raise ConvergenceError("lost", None)  # type: ignore[arg-type]
+        return plain(*args)
+
+    monkeypatch.setattr(module, "loss_gradient", failing)
+    found = gradient_flow(readout, X, y, [0.1])
+    assert found.evals > expected.evals
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=0)
+
+
+def test_tolerances_need_no_equilibrium_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = module._Network(*network("tanh"), 10)
+    first, plain, calls = inside.jacobian(inside.theta0), inside.jacobian, []
+
+    def once(theta: Any) -> Any:
+        calls.append(theta)
+        if len(calls) == 2:
+            raise ConvergenceError("lost", None)  # type: ignore[arg-type]
+        return plain(theta)
+
+    monkeypatch.setattr(inside, "jacobian", once)
+    found = inside.tolerances(1e-6)
+    assert len(calls) == 2
+    assert found.shape == first[0].shape
+    assert (found > 0).all()
+
+
+def test_kinks_that_hold_the_flow_are_noticed_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    readout, X, y = network("scaled_relu", N=3)
+    monkeypatch.setattr(module, "_PATIENCE", 300)
+    with pytest.raises(RuntimeError, match=r"since the last 300 gradients advanced it by .* kinks of a ReLU.*larger rtol") as found:
+        gradient_flow(readout, X, y, [2.0])
+    assert not isinstance(found.value, ConvergenceError)
+
+
+def test_slow_progress_that_was_asked_for_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    readout, X, y = network("tanh")
+    monkeypatch.setattr(module, "_PATIENCE", 20)
+    dense = gradient_flow(readout, X, y, torch.linspace(0, 1e-6, 12, dtype=torch.float64))
+    assert dense.evals > 100
+    long = gradient_flow(readout, X, y, [0.0, 1.0])  # more than one look at its progress
+    assert long.evals > 50
+
+
 def test_a_solver_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     readout, X, y = network("tanh")
     failed = SimpleNamespace(success=False, message="Required step size is less than spacing.", t=[0.25])
     monkeypatch.setattr("scipy.integrate.solve_ivp", lambda *args, **kwargs: failed)
-    with pytest.raises(RuntimeError, match=r"near the time 0\.25, since the solver failed: Required step size"):
+    with pytest.raises(RuntimeError, match=r"near the time 0, since the solver failed: Required step size"):
         gradient_flow(readout, X, y, [1.0])
 
 
 def test_a_flow_that_leaves_the_numbers_says_so() -> None:
     inside = module._Network(*network("tanh"), 10)
+    inside.velocity(0.5, inside.theta0)
     with pytest.raises(RuntimeError, match=r"near the time 0.5, since the parameters are no longer finite"):
-        inside.velocity(0.5, math.nan * inside.theta0)
+        inside.velocity(0.6, math.nan * inside.theta0)
 
 
 def test_a_cell_without_a_matrix_flows_too() -> None:
@@ -333,6 +435,30 @@ def test_descent_of_wide_networks_is_as_predicted_the_better_the_wider() -> None
     assert errors[1] < 0.05
 
 
+def test_several_outputs_are_one_long_residual() -> None:
+    g = torch.Generator().manual_seed(0)
+    J, r = torch.randn(6, 9, generator=g).double(), torch.randn(6, generator=g).double()
+    K = J @ J.T
+    expected = predicted_loss(K, r, 0.01, torch.arange(3))
+    torch.testing.assert_close(predicted_loss(K.view(2, 3, 2, 3), r.view(2, 3), 0.01, torch.arange(3)), expected)
+    torch.testing.assert_close(predicted_loss(K, r[:, None], 0.01, torch.arange(3)), expected)
+
+
+def test_what_a_direction_without_a_share_does_is_no_matter() -> None:
+    K, r = torch.diag(torch.tensor([1.0, 2.0, 3.0, 0.0])).double(), torch.tensor([1.0, 0.0, 1.0, 1.0]).double()
+    assert float(predicted_loss(K, r, 10.0, 400)) == math.inf  # not NaN: (1 - 20)^800 times 0 is not there
+    only = torch.tensor([0.0, 0.0, 0.0, 1.0]).double()
+    assert float(predicted_loss(K, only, 10.0, 400)) == 0.5
+    assert predicted_loss(K, 0 * r, 10.0, torch.tensor([0, 400])).tolist() == [0, 0]
+
+
+def test_an_eigenvalue_that_rounding_made_negative_does_not_grow() -> None:
+    K, r = torch.diag(torch.tensor([1.0, 1.0, -1e-16])).double(), torch.ones(3).double()
+    assert float(predicted_loss(K, r, None, 1e18)) == 0.5
+    assert float(predicted_loss(K, r, 0.5, 2**62)) == 0.5
+    assert float(predicted_loss(torch.diag(torch.tensor([1.0, -0.1])).double(), r[:2], None, 10.0)) > 1  # this one is not rounding
+
+
 def test_what_predicts_nothing_is_refused() -> None:
     K, r = torch.eye(3).double(), torch.ones(3).double()
     for kernel, residuals, step, k, name in [
@@ -344,10 +470,14 @@ def test_what_predicts_nothing_is_refused() -> None:
         (K, r, 0.0, 1, "step"),
         (K, r, 0.1, -1, "k"),
         (K, r, None, math.nan, "k"),
+        (K[:0, :0], r[:0], 0.1, 1, "kernel"),
+        (K, r[:, None, None], 0.1, 1, "residual"),
+        (torch.ones(2, 3, 2, 2).double(), torch.ones(2, 3).double(), 0.1, 1, "kernel"),
+        (torch.eye(6).double().view(2, 3, 2, 3), torch.ones(6).double(), 0.1, 1, "residual"),
     ]:
         with pytest.raises(ValueError, match=f"'{name}'"):
             predicted_loss(kernel, residuals, step, k)
-    for k in (0.5, True, 1j):
+    for k in (0.5, True, 1j, "a", 2**70, None):
         with pytest.raises(TypeError, match="'k'"):
             predicted_loss(K, r, 0.1, k)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'kernel'"):

@@ -591,6 +591,31 @@ def test_one_sample_is_predicted_by_nothing_when_left_out() -> None:
     assert found.leave_one_out.tolist() == pytest.approx([3.0])
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e300])
+def test_the_scale_of_a_kernel_is_no_matter_to_the_fit(scale: float) -> None:
+    K, y = population_kernel(mixed(4, 5), 0.1), normal(4)
+    expected, found = kernel_regression(K, y), kernel_regression(scale * K, y)
+    assert torch.allclose(found.coefficients * scale, expected.coefficients, rtol=1e-9)
+    assert torch.allclose(found.fitted, expected.fitted, rtol=1e-9)
+    assert torch.allclose(found.leave_one_out, expected.leave_one_out, rtol=1e-9)
+    assert found.condition == pytest.approx(expected.condition, rel=1e-9)
+
+
+def test_coefficients_that_overflow_are_refused() -> None:
+    K, y = population_kernel(mixed(4, 5), 0.1), normal(4)
+    with pytest.raises(ValueError, match="'K' parameter of kernel_regression must be larger: the coefficients overflow"):
+        kernel_regression(1e-310 * K, y)
+    assert torch.isfinite(kernel_regression(1e-310 * K, 1e-10 * y).coefficients).all()
+    assert torch.isfinite(kernel_regression(1e-310 * K, y, ridge=1.0).coefficients).all()
+
+
+def test_a_kernel_that_is_symmetric_to_half_its_digits_is_taken_as_its_symmetric_part() -> None:
+    K = population_kernel(mixed(4, 5), 0.1)
+    skewed = K + 1e-10 * normal(4, 4)
+    symmetric = (skewed + skewed.T) / 2
+    assert least_eigenvalue(skewed) == pytest.approx(least_eigenvalue(symmetric), rel=1e-14)
+
+
 def test_bad_arguments_of_the_regression_are_named() -> None:
     K, y = population_kernel(mixed(3, 4), 0.1), normal(3)
     for bad, error in (

@@ -223,6 +223,99 @@ def test_activations_have_the_largest_of_their_slopes(module: nn.Module, least: 
     assert bound == least == pytest.approx(float(slope), rel=1e-3)
 
 
+def normalised(kind: type, **options) -> nn.Module:
+    torch.manual_seed(0)
+    module = kind(3, **options).double()
+    with torch.no_grad():
+        module.running_var.copy_(torch.tensor([0.5, 2.0, 0.125]))
+        module.running_mean.normal_()
+        if module.weight is not None:
+            module.weight.copy_(torch.tensor([1.0, -8.0, 0.5]))
+            module.bias.normal_()
+    return module.eval()
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "least"),
+    [
+        (normalised(nn.BatchNorm1d), (3,), 8 / (2 + 1e-5) ** 0.5),
+        (normalised(nn.BatchNorm1d, affine=False), (3, 2), 1 / (0.125 + 1e-5) ** 0.5),
+        (normalised(nn.BatchNorm2d, eps=0.1), (3, 2, 2), 8 / 2.1**0.5),
+        (nn.AvgPool2d(2), (2, 4, 5), 1 / 2),
+        (nn.AvgPool2d((2, 3), stride=3), (2, 6, 6), 1 / 6**0.5),
+        (nn.MaxPool2d(2), (2, 4, 5), 1.0),
+        (nn.MaxPool2d((2, 3), ceil_mode=True), (2, 3, 4), 1.0),
+        (nn.AdaptiveAvgPool2d(1), (2, 1, 1), 1.0),
+        (nn.Dropout2d(0.5).eval(), (2, 2, 2), 1.0),
+        (nn.Dropout(0.0), (3,), 1.0),
+        (nn.Identity(), (3,), 1.0),
+    ],
+    ids=lambda value: str(value),
+)
+def test_layers_between_have_the_norm_of_their_jacobian(module: nn.Module, shape: tuple[int, ...], least: float) -> None:
+    x = random_matrix(1, *shape, seed=0)
+    jacobian = torch.autograd.functional.jacobian(lambda row: module(row).flatten(), x).flatten(1)
+    assert float(lipschitz_bound(module)) == pytest.approx(least, rel=1e-9)
+    assert svd(jacobian) == pytest.approx(least, rel=1e-9)
+
+
+def test_the_mean_of_an_image_of_any_size_is_no_steeper_than_1() -> None:
+    pool = nn.AdaptiveAvgPool2d((1, 1))
+    jacobian = torch.autograd.functional.jacobian(lambda row: pool(row).flatten(), random_matrix(1, 2, 3, 4, seed=0)).flatten(1)
+    assert svd(jacobian) == pytest.approx(12**-0.5)
+    assert float(lipschitz_bound(pool)) == 1
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.AvgPool2d(3, stride=2),
+        nn.AvgPool2d(2, padding=1),
+        nn.AvgPool2d(2, ceil_mode=True),
+        nn.AvgPool2d(2, divisor_override=1),
+        nn.MaxPool2d(3, stride=1),
+        nn.MaxPool2d(2, dilation=2),
+        nn.AdaptiveAvgPool2d(2),
+    ],
+    ids=str,
+)
+def test_pooling_of_windows_that_overlap_is_refused(module: nn.Module) -> None:
+    with pytest.raises(TypeError, match=rf"{type(module).__name__}.* must not overlap"):
+        lipschitz_bound(module)
+
+
+def test_layers_that_change_with_the_batch_are_refused_with_the_remedy() -> None:
+    cases = [
+        (nn.BatchNorm1d(2), "eval"),
+        (nn.Dropout2d(0.5), "eval"),
+        (nn.BatchNorm2d(2, track_running_stats=False).eval(), "track"),
+    ]
+    for module, remedy in cases:
+        with pytest.raises(TypeError, match=rf"{type(module).__name__}.*: .*{remedy}"):
+            lipschitz_bound(nn.Sequential(module))
+
+
+def test_a_classifier_with_norms_and_pooling_has_a_radius() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1),
+        nn.BatchNorm2d(2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+        tight(monotone(2)),
+        nn.Linear(10, 2),
+    )
+    model = model.double().eval()
+    x = random_matrix(4, 1, 4, 4, seed=0)
+    found = certified_radius(model, x)
+    assert (found.radius > 0).all()
+    rows = nn.Sequential(nn.Unflatten(1, (1, 4, 4)), model)
+    assert not attacked(rows, x.flatten(1), 0.99 * found.radius, found.prediction, 0, steps=3).any()
+
+
 class _Linear(Operator):
     """The linear part of a module, for matrix_of."""
 
@@ -462,6 +555,57 @@ def test_a_loose_solve_takes_its_error_off_the_radius() -> None:
     left = certified_predictions(head, z, bound).reach - bound
     assert torch.allclose(rough.radius, left.clamp(min=0) / float(lipschitz_bound(cell)), rtol=1e-9)
     assert not attacked(exact, x[sure], 0.99 * rough.radius[sure], rough.prediction[sure], 0).any()
+
+
+def test_the_error_of_a_readout_on_the_way_is_taken_off_too() -> None:
+    """The class of the loose model is wrong for some samples, and none of these is certified."""
+    cell = gaussian(0, factor=0.5)
+    torch.manual_seed(0)
+    loose = Readout(cell, Anderson(), Stop(rtol=0.3), on_failure="ignore").double()
+    exact = Readout(cell, Newton(), Stop(rtol=1e-12, max_steps=100)).double()
+    exact.a = loose.a
+    x, head = random_matrix(200, 3, seed=1), nn.Linear(1, 2).double()
+    with torch.no_grad():
+        y, true = loose(x), exact(x)
+        middle = (y + true)[(y - true).abs().argmax()] / 2
+        head.weight.copy_(torch.tensor([[1.0], [-1.0]]))
+        head.bias.copy_(torch.stack([-middle, middle]))
+    rough, fine = (certified_radius(nn.Sequential(model, nn.Unflatten(0, (-1, 1)), head), x) for model in (loose, exact))
+    assert (rough.prediction != fine.prediction).any()
+    sure = rough.radius > 0
+    assert sure.any()
+    assert torch.equal(rough.prediction[sure], fine.prediction[sure])
+    assert (rough.radius <= fine.radius + 1e-9).all()
+    with torch.no_grad():
+        z = loose.solve(x).z
+        off = error_bound(cell, x, z).bound * loose.a.norm()
+        expected = (y - middle).abs() - off
+    bound = float(lipschitz_bound(loose))
+    assert torch.allclose(rough.radius, expected.clamp(min=0) / bound, rtol=1e-9, atol=1e-12)
+
+
+def test_errors_before_a_module_that_is_unknown_are_unknown_after_it() -> None:
+    torch.manual_seed(0)
+    last = Readout(gaussian(0, factor=5.0), on_failure="ignore", stop=Stop(max_steps=3)).double()
+    with torch.no_grad():
+        last.a.zero_()  # 0 times infinity
+    assert float(lipschitz_bound(last)) == math.inf
+    assert float(lipschitz_bound(nn.Sequential(nn.Linear(3, 3), last))) == math.inf
+    head = nn.Linear(1, 2).double()
+    model = nn.Sequential(tight(gaussian(1)), nn.Linear(12, 3).double(), last, nn.Unflatten(0, (-1, 1)), head)
+    assert certified_radius(model, random_matrix(3, 3, seed=0)).radius.tolist() == [0, 0, 0]
+
+
+def test_a_module_that_is_used_twice_counts_twice() -> None:
+    layer = nn.Linear(3, 3).double()
+    assert float(lipschitz_bound(nn.Sequential(layer, layer))) == pytest.approx(svd(layer.weight) ** 2, rel=1e-9)
+
+
+def test_a_cell_that_is_no_layer_is_refused_with_the_remedy() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), gaussian(0), nn.Linear(12, 2)).double()
+    for call in (lipschitz_bound, lambda model: certified_radius(model, random_matrix(2, 3, seed=0))):
+        with pytest.raises(TypeError, match=r"Module 1 .* is a Cell, GaussianDEQ: wrap it in Equilibrium"):
+            call(model)
 
 
 def test_nothing_is_certified_where_nothing_is_known() -> None:

@@ -126,7 +126,7 @@ def test_the_run_of_a_certified_network_passes_the_check() -> None:
     assert json.loads(json.dumps(monitor.rows())) == monitor.rows()
 
 
-def test_a_run_with_a_larger_step_is_caught_and_its_bound_is_that_of_the_largest_step() -> None:
+def test_a_run_with_a_larger_step_is_caught_and_has_no_bound() -> None:
     readout, X, y = network()
     readout = certified_init(readout, X, y)
     certificate = certify(readout, X, y)
@@ -134,10 +134,40 @@ def test_a_run_with_a_larger_step_is_caught_and_its_bound_is_that_of_the_largest
     descend(readout, X, y, 1e7 * certificate.max_step, 1)
     record = monitor()
     assert record is not None
-    assert record.bound == certificate.loss_bound(1)
+    assert monitor.as_dict()["bound"] == [None, None]
     broken = check(certificate, monitor.run)
     assert broken is not None
     assert broken.quantity == "loss"
+    half = Monitor(readout, X, y, certificate, step=certificate.max_step / 2, kernel=False)
+    assert half.records[0].bound == certificate.loss_bound(0)
+
+
+def test_monitors_and_their_runs_are_shown_in_a_line() -> None:
+    readout, X, y = network()
+    monitor = Monitor(readout, X, y, kernel=False, step=0.1)
+    monitor()
+    loss = f"{monitor.records[0].measurement.loss:.4g}"
+    assert repr(monitor) == f"Monitor(cell=GaussianDEQ, k=1, records=2, loss={loss})"
+    assert repr(monitor.run) == f"Run(step=0.1, measurements=2, at=0...1, loss={loss}...{loss})"
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "scaled_relu", "monotone"])
+def test_plain_sgd_with_the_default_solver_keeps_the_certificate(kind: str) -> None:
+    """No part of the run is made for the test: solver, gradients and optimiser are those that everyone has."""
+    readout, X, y = network(kind)
+    readout = certified_init(readout, X, y)
+    certificate = certify(readout, X, y, sharp=True)
+    monitor = Monitor(readout, X, y, certificate, every=5, kernel=False)
+    optimizer = torch.optim.SGD(readout.parameters(), lr=certificate.max_step)
+    for _ in range(20):
+        optimizer.zero_grad()
+        ((readout(X) - y).square().sum() / 2).backward()
+        optimizer.step()
+        monitor()
+    assert monitor.run.at[-1] == 20
+    assert monitor.run.losses[-1] < monitor.run.losses[0]
+    broken = check(certificate, monitor.run)
+    assert broken is None, str(broken)
 
 
 def test_steps_are_counted_or_given() -> None:

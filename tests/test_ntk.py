@@ -112,19 +112,19 @@ def assert_close(found: Tensor, wanted: Tensor, tolerance: float = 1e-10) -> Non
 
 @pytest.mark.parametrize("name", CELLS)
 def test_the_structured_kernel_is_the_product_of_dense_jacobians(name):
-    readout, X, X2 = network(name), randn(4, D_IN), randn(3, D_IN, seed=1)
+    readout, X, X2 = network(name), randn(3, D_IN), randn(2, D_IN, seed=1)
     J, J2 = dense_jacobian(readout, X), dense_jacobian(readout, X2)
     for other, right in ((None, J), (X2, J2)):
         wanted = {part: J[part] @ right[part].T for part in J}
         found = empirical_ntk(readout, X, other, blocks=True)
-        assert set(found) == {part for part, _ in readout.named_parameters()}
+        assert list(found) == [part for part, _ in readout.named_parameters()]
         for part in wanted:
             assert_close(found[part], wanted[part])
         assert_close(empirical_ntk(readout, X, other), sum(wanted.values()))
         assert_close(empirical_ntk(readout, X, other), sum(found.values()), 1e-15)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(st.sampled_from(CELLS), st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 9), st.integers(1, 6))
 def test_the_structured_kernel_is_right_for_any_size(name, seed, d, n, N):
     readout, X = network(name, seed, d, n), randn(N, d, seed=seed)
@@ -134,7 +134,7 @@ def test_the_structured_kernel_is_right_for_any_size(name, seed, d, n, N):
 
 @pytest.mark.parametrize("name", ["gaussian", "scaled_relu", "monotone_tanh"])
 def test_the_structured_kernel_agrees_with_the_general_one(name, monkeypatch):
-    readout, X, X2 = network(name), randn(4, D_IN), randn(2, D_IN, seed=1)
+    readout, X, X2 = network(name), randn(2, D_IN), randn(1, D_IN, seed=1)
     structured = [empirical_ntk(readout, X, blocks=True), empirical_ntk(readout, X, X2, blocks=True)]
     monkeypatch.setattr(ntk, "_has_formulas", lambda model: False)
     for found, other in zip(structured, (None, X2), strict=True):
@@ -187,10 +187,9 @@ def test_a_bias_is_one_more_input_that_is_always_1():
     assert_close(empirical_ntk(readout, X), empirical_ntk(other, torch.cat([X, torch.ones(6, 1, dtype=X.dtype)], dim=1)))
 
 
-@pytest.mark.parametrize("memory", [1, 3000])
-@pytest.mark.parametrize("name", ["gaussian", "monotone_relu"])
+@pytest.mark.parametrize(("name", "memory"), [("gaussian", 1), ("monotone_relu", 3000)])
 def test_less_memory_changes_nothing_but_the_time(name, memory):
-    readout, X, X2 = network(name), randn(5, D_IN), randn(2, D_IN, seed=1)
+    readout, X, X2 = network(name), randn(3, D_IN), randn(2, D_IN, seed=1)
     for other in (None, X2):
         assert_close(empirical_ntk(readout, X, other, memory=memory), empirical_ntk(readout, X, other), 1e-12)
 
@@ -238,7 +237,7 @@ class Halved(nn.Module):
 
 
 def test_tied_and_parametrised_weights_are_left_to_the_general_way():
-    X = randn(4, D_IN)
+    X = randn(2, D_IN)
     tied = network("monotone_relu")
     tied.cell.B = tied.cell.A
     halved = network("gaussian")
@@ -252,9 +251,9 @@ def test_tied_and_parametrised_weights_are_left_to_the_general_way():
     extra = network("gaussian")
     extra.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
     for model in (tied, halved, twice, extra):
-        assert_close(empirical_ntk(model, X), autograd_kernel(model, X))
-        names = {name for name, _ in model.named_parameters()}
-        assert set(empirical_ntk(model, X, blocks=True)) == names
+        found = empirical_ntk(model, X, blocks=True)
+        assert list(found) == [name for name, _ in model.named_parameters()]
+        assert_close(sum(found.values()), autograd_kernel(model, X))
 
 
 # Any model
@@ -363,12 +362,13 @@ def build(name: str) -> nn.Module:
 def test_the_general_kernel_is_the_product_of_autograd_jacobians(name):
     model, X, X2 = build(name), randn(2, D_IN), randn(1, D_IN, seed=1)
     assert_close(empirical_ntk(model, X), autograd_kernel(model, X))
-    assert_close(empirical_ntk(model, X, X2), autograd_kernel(model, X, X2))
+    if name in ("mlp", "deep", "gate", "captured"):  # one of each way in which Jacobians are formed
+        assert_close(empirical_ntk(model, X, X2), autograd_kernel(model, X, X2))
 
 
 @pytest.mark.parametrize("name", ["deep", "gate"])
 def test_the_blocks_of_the_general_kernel_are_those_of_each_parameter(name):
-    model, X = build(name), randn(3, D_IN)
+    model, X = build(name), randn(2, D_IN)
     parts = empirical_ntk(model, X, blocks=True)
     assert list(parts) == [part for part, _ in model.named_parameters()]
     for part in parts:
@@ -378,14 +378,14 @@ def test_the_blocks_of_the_general_kernel_are_those_of_each_parameter(name):
         assert torch.equal(parts[part], parts[part].T)
 
 
-@pytest.mark.parametrize("memory", [1, 3000, 2**28])
+@pytest.mark.parametrize("memory", [1, 3000])
 def test_several_outputs_give_a_kernel_of_four_indices(memory):
     model = nn.Sequential(nn.Linear(D_IN, 4), layer(DeepOptEq([OptEq(4, 5, 3), OptEq(4, 5, 6)])), nn.Linear(5, 3)).double()
-    X, X2 = randn(3, D_IN), randn(2, D_IN, seed=1)
-    for other, size in ((None, 3), (X2, 2)):
+    X, X2 = randn(2, D_IN), randn(1, D_IN, seed=1)
+    for other, size in ((None, 2), (X2, 1)):
         K = empirical_ntk(model, X, other, memory=memory)
-        assert K.shape == (3, 3, size, 3)
-        assert_close(K.reshape(9, 3 * size), autograd_kernel(model, X, other))
+        assert K.shape == (2, 3, size, 3)
+        assert_close(K.reshape(6, 3 * size), autograd_kernel(model, X, other))
         assert other is not None or torch.equal(K, K.permute(2, 3, 0, 1))
 
 
@@ -432,11 +432,11 @@ def batch_norm() -> nn.Module:
 @pytest.mark.parametrize("make", [batch_norm, coupled_deep, lambda: Centred(D_IN, 1).double()])
 def test_coupled_samples_are_refused_unless_asked_for(make):
     torch.manual_seed(0)
-    model, X = make(), randn(4, D_IN)
+    model, X = make(), randn(3, D_IN)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with pytest.raises(ValueError, match=r"couples the samples.*samples='coupled'"):
         empirical_ntk(model, X)
-    X2 = randn(3, D_IN, seed=1)
+    X2 = randn(2, D_IN, seed=1)
     found, cross, tiny = (
         empirical_ntk(model, X, other, samples="coupled", memory=size) for other, size in ((None, 2**28), (X2, 2**28), (None, 1))
     )
@@ -512,6 +512,7 @@ X4 = torch.zeros(4, D_IN, dtype=torch.float64)
     ("changes", "error", "text"),
     [
         ({"model": 3}, TypeError, "'model' parameter of empirical_ntk must be an nn.Module"),
+        ({"model": Monotone(D_IN, 4)}, TypeError, "wrap a Cell in Readout, or in Equilibrium and a head. Got 'Monotone'"),
         ({"model": nn.ReLU()}, ValueError, "with a parameter that requires gradients"),
         ({"X": [[1.0]]}, TypeError, "'X' parameter of empirical_ntk must be a floating-point tensor"),
         ({"X": X4.long()}, TypeError, "'X' parameter of empirical_ntk must be a floating-point tensor"),

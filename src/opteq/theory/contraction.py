@@ -10,9 +10,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from opteq.cells import DepthwiseOptEq, GaussianDEQ, Monotone, MonotoneConv, MonotoneMultiTier, ScaledReLU
 from opteq.cells.deep import RegularizedStep
-from opteq.cells.optimization import OptEqMap
+from opteq.cells.optimization import ConvOptEq, OptEq, OptEqMap
 from opteq.cells.variants import MultivariateMap
+from opteq.equilibrium import Cell
 from opteq.operators import Conv, Dense, Operator, Separable
 from opteq.regularizers import L2
 from opteq.solve import Map
@@ -25,6 +27,7 @@ __all__ = [
     "UnknownFactorError",
     "around",
     "in_sequence",
+    "injection_operator",
     "layer_rates",
     "measured",
     "monotonicity",
@@ -83,6 +86,19 @@ def measured(operator: Operator, shape: Sequence[int] | None = None) -> Norm:
     else:
         found = operator_norm(double, shape, method="lanczos")
     return replace(found, value=found.value * (1 + ROUNDING))
+
+
+def injection_operator(cell: Cell) -> Operator | None:
+    """U of u = U x + b, the part of x in a cell of the library; None for others."""
+    if isinstance(cell, ScaledReLU):
+        return Dense(cell.W.T)
+    if isinstance(cell, DepthwiseOptEq):
+        return Separable(cell.U1, cell.U2[:, :, 0, 0], cell.padding)
+    if isinstance(cell, (ConvOptEq, MonotoneConv)):
+        return Conv(cell.U, cell.padding)
+    if isinstance(cell, MonotoneMultiTier):  # the tiers that x does not enter add nothing to the norm
+        return Conv(cell.U, "circular")
+    return Dense(cell.U) if isinstance(cell, (OptEq, GaussianDEQ, Monotone)) else None
 
 
 def layer_rates(fn: OptEqMap | MultivariateMap | ActivationMap, shape: Sequence[int] | None = None) -> Rates:

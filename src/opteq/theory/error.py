@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from opteq.batch import flat, norm, sound_samples
+from opteq.cells import DeepOptEq, StackedOptEq, WideOptEq
 from opteq.cells.deep import DeepMap, StackedMap
 from opteq.cells.optimization import OptEqMap
-from opteq.cells.variants import AffineMap, MultivariateMap
+from opteq.cells.variants import AffineMap, AffineOptEq, MultivariateMap
 from opteq.cells.wide import WideMap
 from opteq.checks import check_finite, check_floating, check_instance, check_number, invalid
-from opteq.equilibrium import Cell
+from opteq.equilibrium import Cell, Equilibrium
 from opteq.models import Readout
 from opteq.solve import Map, Solution
 from opteq.spectral import Evidence
@@ -27,6 +28,7 @@ from opteq.theory.contraction import (
     UnknownFactorError,
     around,
     in_sequence,
+    injection_operator,
     layer_rates,
     monotonicity,
     rates,
@@ -48,11 +50,14 @@ class ErrorBound(NamedTuple):
     evidence: Evidence
 
 
-def error_bound(cell: Cell, x: Tensor, solution: Solution | Tensor, *, factor: float | None = None) -> ErrorBound:
+def error_bound(
+    cell: Cell | Equilibrium | Readout, x: Tensor, solution: Solution | Tensor, *, factor: float | None = None
+) -> ErrorBound:
     """|z - z*| <= |f(z) - z| / (1 - c) for each sample, z* the equilibrium and c a Lipschitz constant of f.
 
-    `solution` is a Solution or any z. One evaluation of f at z, whatever the solver, in double precision, with an allowance for
-    rounding; z* is the equilibrium of the cell's stored parameters in double precision.
+    `cell`: also in an Equilibrium or a Readout. `solution` is a Solution or any z. One evaluation of f at z, whatever the solver,
+    in double precision, with an allowance for rounding, also of U x + b where these cancel; the injection of a cell of your own is
+    taken as it is computed. z* is the equilibrium of the cell's stored parameters in double precision.
 
     - One OptEq layer: c = L ||W||^2 / mu. The skip connection multiplies both the residual and 1 - c by alpha, which drops out.
       With an invertible A: |f(y) - y| / ((1 - c) sigma_min(A)) at y = A z + t.
@@ -64,9 +69,10 @@ def error_bound(cell: Cell, x: Tensor, solution: Solution | Tensor, *, factor: f
 
     The bound is infinite where the condition fails (c >= 1, m <= 0) and where x or z is not finite. `factor`: a c < 1 of your own,
     of f as the cell applies it (on the whole batch if f couples the samples), for cells of which none is known; f is then evaluated
-    in the cell's own precision.
+    in the cell's own precision, and its injection taken as computed.
     """
-    check_instance("error_bound", "cell", cell, Cell, "a Cell")
+    cell = cell.cell if isinstance(cell, (Equilibrium, Readout)) else cell
+    check_instance("error_bound", "cell", cell, Cell, "a Cell, or an Equilibrium or a Readout of one")
     check_floating("error_bound", "x", x)
     z = solution.z if isinstance(solution, Solution) else solution
     check_floating("error_bound", "solution", z)
@@ -92,9 +98,10 @@ def _given(cell: Cell, x: Tensor, z: Tensor, factor: float) -> tuple[Tensor, Evi
 
 
 def _distance_of(cell: Cell, x: Tensor, z: Tensor) -> tuple[Tensor, Evidence]:
-    fn = in_double(cell).bind(x.double()).to(torch.float64)
+    double, x = in_double(cell), x.double()
+    fn = double.bind(x).to(torch.float64)
     try:
-        return _distance(fn, z)
+        return _distance(fn, z, torch.stack([_injected(layer, x) for layer in _layers(double)]))
     except UnknownFactorError as error:
         raise TypeError(
             f"error_bound knows no contraction factor of {type(cell).__name__}: {error} If you know a c < 1 with "
@@ -119,44 +126,65 @@ def rounding(z: Tensor, *sizes: Tensor) -> Tensor:
     return 2 * max(1, z[0].numel() if len(z) else 1) * _EPS * torch.stack([size.double() for size in sizes]).sum(0)
 
 
+def _layers(cell: Cell) -> list[Cell]:
+    """The cells with an injection, in the order in which they are applied."""
+    if isinstance(cell, AffineOptEq):
+        return [cell.cell]
+    return list(cell.layers) if isinstance(cell, (DeepOptEq, StackedOptEq, WideOptEq)) else [cell]
+
+
+def _injected(cell: Cell, x: Tensor) -> Tensor:
+    """(k + 2) eps (|U| |x| + |b|) for sums of k terms, what rounding can do to u = U x + b: [batch]; 0 where U is not known."""
+    U = injection_operator(cell)
+    if U is None:
+        return x.new_zeros(len(x))
+    terms = sum(leaf.tensor[0].numel() for leaf in U.leaves())
+    biases = [norm(b.detach().double()[None]) for name, b in cell.named_parameters() if name.split(".")[0] == "b"]
+    size = norm(U.replace_leaves(lambda leaf: leaf.tensor.detach().double().abs())(x.abs()))
+    return (terms + 2) * _EPS * (size + math.sqrt(math.prod(x.shape[2:])) * sum(biases))
+
+
 def _whole(fn: Map, sizes: Tensor) -> Tensor:
     """The norm of each sample; that of the batch where the samples are coupled, for then c is a constant of the whole batch."""
     return torch.linalg.vector_norm(sizes).expand_as(sizes) if fn.coupled else sizes
 
 
-def _distance(fn: Map, z: Tensor) -> tuple[Tensor, Evidence]:
-    """A bound of |z - z*| for each sample."""
+def _distance(fn: Map, z: Tensor, injected: Tensor) -> tuple[Tensor, Evidence]:
+    """A bound of |z - z*| for each sample; `injected` [layers, batch] is how far the injection of each layer may be off."""
     if isinstance(fn, AffineMap):
-        return _affine(fn, z)
+        return _affine(fn, z, injected)
     if isinstance(fn, StackedMap):
-        return _stacked(fn, z)
+        return _stacked(fn, z, injected)
     if isinstance(fn, DeepMap):
-        return _deep(fn, z)
+        return _deep(fn, z, injected)
     if isinstance(fn, WideMap):
-        return _wide(fn, z)
+        return _wide(fn, z, injected)
     if isinstance(fn, (OptEqMap, MultivariateMap)):
-        own = layer_rates(fn, z.shape[1:])
-        return _contracted(fn.plain(z), z, own, own.gain * norm(fn.u)), own.evidence
+        own, fz = layer_rates(fn, z.shape[1:]), fn.plain(z)
+        return ratio(norm(fz - z) + _own_rounding(fn, own, z, fz, injected.sum(0)), own.gap), own.evidence
     if isinstance(fn, ActivationMap):
-        return _activated(fn, z)
+        return _activated(fn, z, injected.sum(0))
     raise UnknownFactorError(f"no Lipschitz constant of a {type(fn).__name__} is known.")
 
 
-def _contracted(fz: Tensor, z: Tensor, own: Rates, *sizes: Tensor) -> Tensor:
-    """|f(z) - z| / (1 - c)."""
-    return ratio(norm(fz - z) + rounding(z, norm(z), norm(fz), *sizes), own.gap)
+def _own_rounding(layer: Map, own: Rates, z: Tensor, fz: Tensor, injected: Tensor) -> Tensor:
+    """How far fz may be from f(z)."""
+    plain = rounding(z, norm(z), norm(fz))
+    if isinstance(layer, (OptEqMap, MultivariateMap, ActivationMap)):
+        return plain + own.gain * (rounding(z, norm(layer.u)) + injected)
+    return plain
 
 
-def _activated(fn: ActivationMap, z: Tensor) -> tuple[Tensor, Evidence]:
+def _activated(fn: ActivationMap, z: Tensor, injected: Tensor) -> tuple[Tensor, Evidence]:
     """The smaller of |e| / (1 - c) and |e| + |W e| / m, where each of them is known."""
     fz = fn(z)
     found: list[tuple[Tensor, Evidence]] = []
     if not isinstance(fn, SplitMap):
         own = layer_rates(fn, z.shape[1:])
-        found.append((_contracted(fz, z, own, own.gain * norm(fn.u)), own.evidence))
+        found.append((ratio(norm(fz - z) + _own_rounding(fn, own, z, fz, injected), own.gap), own.evidence))
     m = monotonicity(fn)
-    if m is not None:
-        found.append((_monotone(fn, z, fz, m), "bound"))
+    if m is not None:  # z* moves by at most |du| / m when u does by du
+        found.append((_monotone(fn, z, fz, m) + ratio(injected, m), "bound"))
     return torch.stack([bound for bound, _ in found]).amin(0), weakest(*(evidence for _, evidence in found))
 
 
@@ -169,43 +197,39 @@ def _monotone(fn: ActivationMap, z: Tensor, fz: Tensor, m: Tensor) -> Tensor:
     return norm(e) + allowance + ratio(norm(We) + growth * allowance, m)
 
 
-def _affine(fn: AffineMap, z: Tensor) -> tuple[Tensor, Evidence]:
+def _affine(fn: AffineMap, z: Tensor, injected: Tensor) -> tuple[Tensor, Evidence]:
     """|z - z*| = |A^-1 (y - y*)| at y = A z + t, of which f is the map."""
     y = linear(z, fn.A, fn.t)
-    bound, evidence = _distance(fn.base, y)
+    bound, evidence = _distance(fn.base, y, injected)
     singular = torch.linalg.svdvals(fn.A)
     least = singular[-1] - ROUNDING * singular[0]
     return ratio(bound + rounding(z, singular[0] * norm(z), norm(y)), least), evidence
 
 
-def _deep(fn: DeepMap, z: Tensor) -> tuple[Tensor, Evidence]:
+def _deep(fn: DeepMap, z: Tensor, injected: Tensor) -> tuple[Tensor, Evidence]:
     parts = [rates(layer, z.shape[1:]) for layer in fn.layers]
     path = fn.path(z)
+    none = injected.new_zeros(len(fn.layers) - len(injected), len(z))  # the step of a regulariser, which is first, has no u
     allowance = torch.zeros_like(norm(z))
-    for layer, part, before, after in zip(fn.layers, parts, path[:-1], path[1:], strict=True):
-        allowance = (1 - part.gap) * allowance + _own_rounding(layer, part, before, after)
+    for layer, part, before, after, off in zip(fn.layers, parts, path[:-1], path[1:], torch.cat([none, injected]), strict=True):
+        allowance = (1 - part.gap) * allowance + _own_rounding(layer, part, before, after, off)
     whole = in_sequence(parts)
     return ratio(_whole(fn, norm(path[-1] - z) + allowance), whole.gap), whole.evidence
 
 
-def _own_rounding(layer: Map, part: Rates, before: Tensor, after: Tensor) -> Tensor:
-    injected = [part.gain * norm(layer.u)] if isinstance(layer, (OptEqMap, MultivariateMap)) else []
-    return rounding(before, norm(before), norm(after), *injected)
-
-
-def _wide(fn: WideMap, z: Tensor) -> tuple[Tensor, Evidence]:
-    parts = [rates(layer, z.shape[1:]) for layer in fn.layers]
+def _wide(fn: WideMap, z: Tensor, injected: Tensor) -> tuple[Tensor, Evidence]:
+    parts, fz = [rates(layer, z.shape[1:]) for layer in fn.layers], fn(z)
     whole = side_by_side(parts, fn.weights)
-    sizes = [part.gain * norm(layer.u) for layer, part in zip(fn.layers, parts, strict=True) if isinstance(layer, OptEqMap)]
-    return _contracted(fn(z), z, whole, *sizes), whole.evidence
+    own = [_own_rounding(layer, part, z, fz, off) for layer, part, off in zip(fn.layers, parts, injected, strict=True)]
+    return ratio(norm(fz - z) + torch.stack(own).sum(0), whole.gap), whole.evidence
 
 
-def _stacked(fn: StackedMap, z: Tensor) -> tuple[Tensor, Evidence]:
+def _stacked(fn: StackedMap, z: Tensor, injected: Tensor) -> tuple[Tensor, Evidence]:
     """The distances of the blocks obey d_l <= c_l d_{l-1} + r_l, r_l the residual of block l."""
     parts = [rates(layer, z.shape[2:]) for layer in fn.layers]
     fz, before = fn(z), z.roll(1, dims=1)
     r = [
-        norm(fz[:, i] - z[:, i]) + _own_rounding(layer, part, before[:, i], fz[:, i])
+        norm(fz[:, i] - z[:, i]) + _own_rounding(layer, part, before[:, i], fz[:, i], injected[i])
         for i, (layer, part) in enumerate(zip(fn.layers, parts, strict=True))
     ]
     blocks = around(parts, torch.stack(r, dim=1))
@@ -299,4 +323,6 @@ def _rows(owner: str, W: Tensor, z: Tensor, bound: Tensor) -> Tensor:
     for name, value, expected, right in shapes:
         if not right:
             raise ValueError(invalid(owner, name, expected, list(value.shape)))
+    if bool((bound < 0).any()):
+        raise ValueError(invalid(owner, "bound", ">= 0, or NaN where nothing is known", bound.min().item()))
     return flat(z.detach().double())

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from opteq.checks import all_finite, check_floating, check_instance, check_integer, check_number, invalid
 from opteq.models import Readout
 from opteq.operators import Dense
-from opteq.solve import Map
+from opteq.solve import ConvergenceError, Map
 from opteq.splitting import ActivationMap
+from opteq.theory.common import check_samples, check_symmetric, system
 
 __all__ = ["Flow", "LossGradient", "gradient_flow", "loss_gradient", "predicted_loss", "trainable"]
 
@@ -22,6 +23,9 @@ Method = Literal["DOP853", "RK45", "Radau"]
 
 _NEWTON_STEPS = 20
 _TINY = 1e-200
+_PATIENCE = 1000  # gradients in which the time must advance by _PROGRESS of what stability allows explicit methods
+_PROGRESS = 1e-4
+_ATTEMPTS = 5  # steps that may lead to points without an equilibrium: each attempt is a fifth of the one before
 _DENSE = 2**24  # entries of all matrices I - D W of a batch up to which they are factorised: 128 MB in float64
 
 
@@ -55,27 +59,38 @@ def loss_gradient(readout: Readout, X: Tensor, y: Tensor, z0: Tensor | None = No
     """
     parameters = trainable("loss_gradient", readout)
     _check_labels("loss_gradient", X, y)
+    _check_start(readout, X, z0)
     z, error = _states(readout, X, y, z0)
     gradient = _pull(readout, parameters, X, z, error)
     return LossGradient(float(error.square().sum() / 2), gradient, z)
 
 
 def _check_labels(owner: str, X: Tensor, y: Tensor) -> None:
-    check_floating(owner, "X", X)
-    check_floating(owner, "y", y)
-    if X.ndim < 1 or y.shape != X.shape[:1]:
-        raise ValueError(invalid(owner, "y", "of shape [N], one label a row of X", f"{list(y.shape)} for X {list(X.shape)}"))
-    for name, value in (("X", X), ("y", y)):
-        if not all_finite(value):
-            raise ValueError(invalid(owner, name, "finite", "NaN or infinity"))
+    check_samples(owner, "X", X, "of shape [N, ...] with N >= 1", lambda X: X.ndim > 0 and len(X) > 0)
+    check_samples(owner, "y", y, f"of shape {list(X.shape[:1])}, one label a row of X", lambda y: y.shape == X.shape[:1])
+
+
+def _check_start(readout: Readout, X: Tensor, z0: Tensor | None) -> None:
+    if z0 is not None:
+        expected = readout.cell.initial(X).shape
+        check_samples("loss_gradient", "z0", z0, f"of shape {list(expected)}", lambda z0: z0.shape == expected)
 
 
 def _states(readout: Readout, X: Tensor, y: Tensor, z0: Tensor | None) -> tuple[Tensor, Tensor]:
     """z, which must have been found, and y^ - y."""
+    dtype = readout.cell.promoted(X)
     with torch.no_grad():
-        z = _newton(readout.cell.bind(X), readout.cell.initial(X) if z0 is None else z0)
-        z = readout.solve(X).raise_if_failed().z if z is None else z
-        return z, z @ readout.a.to(z.dtype) - y
+        start = readout.cell.initial(X) if z0 is None else z0.to(dtype)
+        z = _newton(readout.cell.bind(X).to(dtype), start)
+        z = _strict(readout).solve(X).z if z is None else z
+        return z, z @ readout.a.to(dtype) - y.to(dtype)
+
+
+def _strict(readout: Readout) -> Readout:
+    """The same parameters; raises where an equilibrium, or its adjoint, is not found."""
+    strict = copy.copy(readout)
+    strict.on_failure = "raise"
+    return strict
 
 
 def _is_dense(fn: Map, z: Tensor) -> TypeGuard[ActivationMap]:
@@ -101,20 +116,19 @@ def _newton(fn: Map, z: Tensor) -> Tensor | None:
 def _system(fn: ActivationMap, z: Tensor) -> Tensor:
     """I - J with J = D W, [N, width, width]."""
     assert isinstance(fn.W, Dense)
-    slope = fn.sigma.derivative(fn.hidden(z))
-    return torch.eye(z.shape[1], dtype=z.dtype, device=z.device) - slope[:, :, None] * fn.W.W
+    return system(fn.W.W, fn.sigma.derivative(fn.hidden(z)))
 
 
 def _pull(readout: Readout, parameters: Mapping[str, nn.Parameter], X: Tensor, z: Tensor, error: Tensor) -> dict[str, Tensor]:
     """J' error, J = d y^ / d theta, at the equilibria z."""
     with torch.enable_grad():
-        fn = readout.cell.bind(X)
+        fn, a = readout.cell.bind(X).to(z.dtype), readout.a.to(z.dtype)
         if _is_dense(fn, z):
             with torch.no_grad():
-                v = torch.linalg.solve(_system(fn, z).mT, error[:, None] * readout.a)
-            value = error @ (z @ readout.a) + (v * fn(z)).sum()
+                v = torch.linalg.solve(_system(fn, z).mT, error[:, None] * a)
+            value = error @ (z @ a) + (v * fn(z)).sum()
         else:
-            value = error @ readout(X, z)
+            value = error @ _strict(readout)(X, z)
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     return {name: torch.zeros_like(p) if g is None else g.detach() for (name, p), g in zip(parameters.items(), found, strict=True)}
 
@@ -144,15 +158,16 @@ def gradient_flow(
     y: Tensor,
     times: Sequence[float] | Tensor,
     *,
-    rtol: float = 1e-6,
+    rtol: float | None = None,
     method: Method = "DOP853",
     max_evals: int = 20_000,
 ) -> Flow:
     """d theta/dt = -grad L(theta), L = |y^ - y|^2 / 2, for all trainable parameters; the model given is left as it is.
 
     `times`: increasing, from 0 on. A sensible span is a few times 1 / decay, where decay is that of a flow certificate, or
-    2 lambda_min of the tangent kernel K. `rtol`: each step may change y^ by an error of rtol |y^(0) - y|; the tolerance of each
-    parameter follows from its derivative d y^ / d parameter, so that no scale of the parameters needs to be known.
+    2 lambda_min of the tangent kernel K. `rtol`: each step may change y^ by an error of rtol |y^(0) - y|, by default
+    1e-6, or 1000 units of precision where that is more, as for float32; the tolerance of each parameter follows from its derivative
+    d y^ / d parameter, so that no scale of the parameters needs to be known.
 
     "DOP853" and "RK45" are explicit: stable only for steps of about 6 / lambda_max(K) and 3 / lambda_max(K), so that they take
     about 2 lambda_max(K) t gradients to reach t. That is affordable for condition numbers of K up to some thousands, whatever the
@@ -163,25 +178,32 @@ def gradient_flow(
     hundreds of gradients, thousands for rtol = 1e-8; and where the field points to the kink from both sides the steps stay small.
     Certified networks switch little: for them the default suffices, also for a ScaledReLU with A = I, whose inactive units rest
     exactly on their kinks. Smooth activations have none. For others take a large rtol, or descent with small steps. Where
-    `max_evals` gradients do not suffice, or the steps become too small, RuntimeError says how far it came. Computed on the CPU in
-    float64 but for the gradients.
+    `max_evals` gradients do not suffice, or the steps become too small, RuntimeError says how far it came; where an equilibrium is
+    not found, so does ConvergenceError. Computed on the CPU in float64 but for the gradients.
     """
     network = _Network(readout, X, y, max_evals)
     at = _check_times(times)
+    rtol = max(1e-6, 1000 * network.eps) if rtol is None else rtol
     check_number("gradient_flow", "rtol", rtol, 100 * network.eps, 0.1)
     if method not in get_args(Method):
         raise ValueError(invalid("gradient_flow", "method", " or ".join(map(repr, get_args(Method))), method))
-    theta = network.theta0[:, None] if at[-1] == 0 else _integrate(network, at, rtol, method)
+    try:
+        theta = network.theta0[:, None] if at[-1] == 0 else _integrate(network, at, rtol, method)
+        losses = [network.loss(column) for column in theta.T]
+    except ConvergenceError as error:
+        raise ConvergenceError(_lost(network.t, error), error.solution) from error
     columns = [network.unpack(column) for column in theta.T]
-    losses = [network.loss(column) for column in theta.T]
     parameters = {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
     numbers = torch.tensor([at, losses], dtype=torch.float64)
     return Flow(numbers[0], numbers[1], parameters, network.evals, network.start)
 
 
 def _check_times(times: Sequence[float] | Tensor) -> list[float]:
-    at = torch.as_tensor(times, dtype=torch.float64).detach().cpu()
     expected = "increasing numbers >= 0, at least one"
+    try:
+        at = torch.as_tensor(times, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(invalid("gradient_flow", "times", expected, times)) from None
     if at.ndim != 1 or len(at) == 0 or not all_finite(at) or at[0] < 0 or bool((at.diff() <= 0).any()):
         raise ValueError(invalid("gradient_flow", "times", expected, times))
     found: list[float] = at.tolist()
@@ -199,6 +221,8 @@ class _Network:
         self.parameters = trainable("gradient_flow", self.model)
         self.X, self.y, self.max_evals, self.evals = X, y, max_evals, 0
         self.z: Tensor | None = None
+        self.t, self.mark = 0.0, (0.0, 0)  # the last time, and the time and gradients from which progress is judged
+        self.lost: list[ConvergenceError] = []  # what happened at points without an equilibrium
         self.eps = max(torch.finfo(p.dtype).eps for p in self.parameters.values())
         self.theta0 = _flat(p.detach() for p in self.parameters.values())
 
@@ -220,17 +244,43 @@ class _Network:
         return float(_states(self.model, self.X, self.y, self.z)[1].square().sum() / 2)
 
     def velocity(self, t: float, theta: Any) -> Any:
-        """-grad L(theta)."""
+        """-grad L(theta); NaN, by which the solver knows that its step was too long, where there is no equilibrium."""
         self.evals += 1
         if self.evals > self.max_evals:
             why = f"after max_evals = {self.max_evals} gradients: the flow is stiff, it meets kinks, or the span is long"
-            raise RuntimeError(_stopped(t, why))
+            raise self.stopped(why)
+        if self.evals - self.mark[1] > _PATIENCE:
+            self.check_progress(t)
         if not np.isfinite(theta).all():
-            raise RuntimeError(_stopped(t, "since the parameters are no longer finite"))
+            if not self.lost:
+                raise self.stopped("since the parameters are no longer finite")
+            return np.full_like(theta, math.nan)
         self.load(theta)
-        found = loss_gradient(self.model, self.X, self.y, self.z)
-        self.z = found.z
+        try:
+            found = loss_gradient(self.model, self.X, self.y, self.z)
+        except ConvergenceError as error:
+            self.lost.append(error)
+            if len(self.lost) == _ATTEMPTS:
+                raise
+            return np.full_like(theta, math.nan)
+        self.t, self.z = t, found.z
         return -_flat(found.gradient.values())
+
+    def check_progress(self, t: float) -> None:
+        """Raise where the last gradients advanced the time by less than a small share of 1 / lambda_max(K) each."""
+        largest = float(np.linalg.norm(self.jacobian(_flat(self.parameters.values())), 2)) ** 2
+        if t - self.mark[0] < _PROGRESS * _PATIENCE / max(largest, _TINY):
+            why = f"since the last {_PATIENCE} gradients advanced it by {t - self.mark[0]:.3g} only: it meets kinks of a ReLU"
+            raise self.stopped(why)
+        self.begin(t)
+
+    def begin(self, t: float) -> None:
+        """Judge the progress from here on."""
+        self.mark, self.lost = (t, self.evals), []
+
+    def stopped(self, why: str) -> Exception:
+        """What to raise: that there was no equilibrium, if so, is the reason for all else."""
+        return self.lost[-1] if self.lost else RuntimeError(_stopped(self.t, why))
 
     def jacobian(self, theta: Any) -> Any:
         """J [N, P], by one vjp a sample."""
@@ -247,9 +297,12 @@ class _Network:
         """
         first = self.jacobian(self.theta0)
         assert self.z is not None
-        outputs = self.z @ self.model.a.detach()
+        outputs = self.z @ self.model.a.detach().to(self.z.dtype)
         error = (outputs - self.y).double().cpu().numpy()
-        later = self.jacobian(self.theta0 - error @ first / max((first**2).sum(), _TINY))
+        try:
+            later = self.jacobian(self.theta0 - error @ first / max((first**2).sum(), _TINY))
+        except ConvergenceError:
+            later = first
         allowed = max(rtol * float(np.linalg.norm(error)), 1e4 * self.eps * float(torch.linalg.vector_norm(outputs)), _TINY)
         sizes = [p.numel() for p in self.parameters.values()]
         blocks = [slice(end - size, end) for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
@@ -275,9 +328,10 @@ def _integrate(network: _Network, times: list[float], rtol: float, method: Metho
     t, theta, atol, found = 0.0, network.theta0, network.tolerances(rtol), []
     for end in times:  # a solve for each: between its steps scipy interpolates, with larger errors than it makes
         if end > t:  # rtol is scipy's least: the absolute tolerances decide
+            network.begin(t)
             piece = solve_ivp(network.velocity, (t, end), theta, method=method, rtol=2.5e-14, atol=atol, **options)
             if not piece.success:
-                raise RuntimeError(_stopped(float(piece.t[-1]), f"since the solver failed: {piece.message}"))
+                raise network.stopped(f"since the solver failed: {piece.message}")
             t, theta = end, piece.y[:, -1]
         found.append(theta)
     return np.stack(found, axis=1)
@@ -290,41 +344,61 @@ def _stopped(t: float, why: str) -> str:
     )
 
 
+def _lost(t: float, error: ConvergenceError) -> str:
+    return (
+        f"gradient_flow stopped near the time {t:g}, since an equilibrium was not found: the flow may have left the parameters for "
+        "which there is one (||W|| < 1 of GaussianDEQ, gamma ||A|| < 1 of ScaledReLU). (a) Take shorter times, (b) begin with "
+        f"smaller weights, as certified_init does, (c) Monotone has one for all parameters. {error}"
+    )
+
+
 def predicted_loss(kernel: Tensor, residual: Tensor, step: float | None, k: int | float | Tensor) -> Tensor:
     """L_k = 1/2 sum_i (1 - step lambda_i)^(2k) (q_i'r)^2: the loss after k steps of descent if the kernel Q diag(lambda) Q' stays.
 
-    `kernel` [N, N] is J J' with J = d y^ / d theta, as `empirical_ntk` gives it, `residual` [N] is y^(0) - y. `step=None` is the
-    flow, L(t) = 1/2 sum_i exp(-2 lambda_i t) (q_i'r)^2 at the times k. The result has the shape of k. It is exact for models that
-    are linear in their parameters, and the limit of wide networks.
+    `kernel` [N, N] is J J' with J = d y^ / d theta, as `empirical_ntk` gives it, `residual` [N] or [N, 1] is y^(0) - y; for k
+    outputs they are [N, k, N, k] and [N, k]. `step=None` is the flow, L(t) = 1/2 sum_i exp(-2 lambda_i t) (q_i'r)^2 at the times k.
+    The result has the shape of k. It is exact for models that are linear in their parameters, and the limit of wide networks.
     Monotone DEQs and their neural tangent kernel, (2.13) and (2.14).
     """
-    _check_kernel(kernel, residual)
-    powers = torch.as_tensor(k, device=kernel.device)
-    if powers.is_complex() or powers.dtype == torch.bool or (step is not None and powers.is_floating_point()):
-        raise TypeError(invalid("predicted_loss", "k", "whole numbers of steps, or times where step is None", k))
-    if not all_finite(powers) or bool((powers < 0).any()):
-        raise ValueError(invalid("predicted_loss", "k", "finite and >= 0", k))
-    eigenvalues, Q = torch.linalg.eigh((kernel + kernel.T) / 2)
-    shares = (residual.to(kernel) @ Q).square() / 2
+    K, r = _flattened(kernel, residual)
+    powers = _powers(k, step, K.device)
+    values, Q = torch.linalg.eigh((K + K.T) / 2)
+    values = torch.where(values.abs() <= 10 * len(K) * torch.finfo(K.dtype).eps * values[-1], values.clamp(min=0), values)
+    shares = (r.to(K) @ Q).square() / 2
+    values, shares = values[shares > 0], shares[shares > 0]  # a factor of 0 times infinity is no number
     if step is None:
-        factors = torch.exp(-2 * powers.to(kernel)[..., None] * eigenvalues)
+        factors = torch.exp(-2 * powers.to(K)[..., None] * values)
     else:
-        check_number("predicted_loss", "step", step, 0.0, open_low=True)
-        factors = (1 - step * eigenvalues).square().pow(powers[..., None])
+        factors = (1 - step * values).square().pow(powers[..., None])
     found: Tensor = factors @ shares
     return found
 
 
-def _check_kernel(kernel: Tensor, residual: Tensor) -> None:
-    check_floating("predicted_loss", "kernel", kernel)
-    check_floating("predicted_loss", "residual", residual)
-    if kernel.ndim != 2 or kernel.shape[0] != kernel.shape[1]:
-        raise ValueError(invalid("predicted_loss", "kernel", "a square matrix", list(kernel.shape)))
-    if residual.shape != kernel.shape[:1]:
-        raise ValueError(invalid("predicted_loss", "residual", f"of shape [{len(kernel)}]", list(residual.shape)))
-    for name, value in (("kernel", kernel), ("residual", residual)):
-        if not all_finite(value):
-            raise ValueError(invalid("predicted_loss", name, "finite", "NaN or infinity"))
-    size, gap = kernel.abs().max(), (kernel - kernel.T).abs().max()
-    if float(gap) > math.sqrt(torch.finfo(kernel.dtype).eps) * float(size):
-        raise ValueError(invalid("predicted_loss", "kernel", "symmetric", f"entries that differ by {float(gap):.3g}"))
+def _flattened(kernel: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """The kernel as a matrix and the residual as a vector, over samples and outputs."""
+    owner = "predicted_loss"
+    check_floating(owner, "kernel", kernel)
+    if kernel.ndim == 4 and kernel.shape[:2] == kernel.shape[2:]:
+        shapes, K = [kernel.shape[:2]], kernel.flatten(2).flatten(0, 1)
+    else:
+        shapes, K = [kernel.shape[:1], torch.Size((*kernel.shape[:1], 1))], kernel
+    check_symmetric(owner, "kernel", K)
+    expected = " or ".join(f"of shape {list(shape)}" for shape in shapes)
+    check_samples(owner, "residual", residual, expected, lambda r: r.shape in shapes)
+    return K, residual.flatten()
+
+
+def _powers(k: int | float | Tensor, step: float | None, device: torch.device) -> Tensor:
+    """The numbers of steps, or the times."""
+    expected = "times, finite and >= 0" if step is None else "whole numbers of steps, >= 0 and below 2^63"
+    if step is not None:
+        check_number("predicted_loss", "step", step, 0.0, open_low=True)
+    try:
+        powers = torch.as_tensor(k, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(invalid("predicted_loss", "k", expected, k)) from None
+    if powers.is_complex() or powers.dtype == torch.bool or (step is not None and powers.is_floating_point()):
+        raise TypeError(invalid("predicted_loss", "k", expected, k))
+    if not all_finite(powers) or bool((powers < 0).any()):
+        raise ValueError(invalid("predicted_loss", "k", expected, k))
+    return powers

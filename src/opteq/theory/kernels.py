@@ -16,6 +16,7 @@ from torch import Tensor
 from opteq.batch import norm
 from opteq.checks import all_finite, check_floating, check_integer, check_number, invalid
 from opteq.spectral import Evidence
+from opteq.theory.common import check_samples, check_symmetric
 
 __all__ = ["KernelRegression", "kernel_regression", "least_eigenvalue", "population_kernel", "scaled_relu_kernel", "tangent_limit"]
 
@@ -89,14 +90,13 @@ def _inputs(owner: str, X: Tensor, X2: Tensor | None) -> _Inputs:
 
 
 def _check_inputs(owner: str, name: str, X: Tensor, like: Tensor | None) -> None:
-    check_floating(owner, name, X)
-    if X.ndim != 2 or X.shape[1] == 0:
-        raise ValueError(invalid(owner, name, "of shape [N, d] with d >= 1", list(X.shape)))
-    if like is not None and (X.shape[1] != like.shape[1] or X.device != like.device):
-        expected = f"of shape [N2, {like.shape[1]}] on {like.device}, as X is"
-        raise ValueError(invalid(owner, name, expected, f"{list(X.shape)} on {X.device}"))
-    if not all_finite(X):
-        raise ValueError(invalid(owner, name, "finite", "NaN or infinity"))
+    if like is None:
+        check_samples(owner, name, X, "of shape [N, d] with d >= 1", lambda X: X.ndim == 2 and X.shape[1] > 0)
+        return
+    if isinstance(X, Tensor) and X.device != like.device:
+        raise ValueError(invalid(owner, name, f"on {like.device}, as X is", str(X.device)))
+    d = like.shape[1]
+    check_samples(owner, name, X, f"of shape [N2, {d}], as X is", lambda X: X.ndim == 2 and X.shape[1] == d)
 
 
 def _half_square(e: Tensor, e2: Tensor) -> Tensor:
@@ -187,19 +187,14 @@ def scaled_relu_kernel(X: Tensor, X2: Tensor | None = None) -> Tensor:
 
 def least_eigenvalue(K: Tensor) -> float:
     """lambda_* = lambda_min(K): positive for the kernels here unless an input is 0 or a positive multiple of another."""
-    _check_symmetric("least_eigenvalue", K)
-    return float(torch.linalg.eigvalsh(K.detach().double())[0])
+    check_symmetric("least_eigenvalue", "K", K)
+    return float(torch.linalg.eigvalsh(_symmetric(K))[0])
 
 
-def _check_symmetric(owner: str, K: Tensor) -> None:
-    check_floating(owner, "K", K)
-    if K.ndim != 2 or K.shape[0] != K.shape[1] or K.shape[0] == 0:
-        raise ValueError(invalid(owner, "K", "of shape [N, N] with N >= 1", list(K.shape)))
-    if not all_finite(K):
-        raise ValueError(invalid(owner, "K", "finite", "NaN or infinity"))
-    gap = (K - K.T).abs().max().item()
-    if gap > 100 * torch.finfo(K.dtype).eps * K.abs().max().item():
-        raise ValueError(invalid(owner, "K", "symmetric", f"a largest |K - K'| of {gap:.3g}"))
+def _symmetric(K: Tensor) -> Tensor:
+    """(K + K')/2 in double precision."""
+    halves = K.detach().double() / 2
+    return halves + halves.T
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +252,7 @@ def kernel_regression(K: Tensor, y: Tensor, *, ridge: float = 0.0) -> KernelRegr
     f_0 and is trained in its tangent kernel's regime predicts f_0 + `kernel_regression(K, y - f_0(X)).predict(K_cross)`.
     """
     owner = "kernel_regression"
-    _check_symmetric(owner, K)
+    check_symmetric(owner, "K", K)
     check_floating(owner, "y", y)
     if y.ndim not in (1, 2) or len(y) != len(K) or y.device != K.device:
         expected = f"of shape [{len(K)}] or [{len(K)}, k] on {K.device}"
@@ -266,13 +261,17 @@ def kernel_regression(K: Tensor, y: Tensor, *, ridge: float = 0.0) -> KernelRegr
         raise ValueError(invalid(owner, "y", "finite", "NaN or infinity"))
     check_number(owner, "ridge", ridge, 0.0)
     dtype, tolerance = torch.promote_types(K.dtype, y.dtype), len(K) * torch.finfo(K.dtype).eps
-    A = (K.detach() + K.detach().T).double() / 2
-    plain = A.clone()
-    A.diagonal().add_(ridge)
+    plain = _symmetric(K)
+    unit = max(plain.abs().max().item(), ridge) or 1.0  # so that no K is too small or too large to be factorised
+    plain = plain / unit
+    A = plain + torch.diag(torch.full_like(plain[0], ridge / unit))
     targets = y.detach().double().reshape(len(K), -1)
     found = _by_cholesky(A, targets, tolerance) or _by_eigenvalues(A, targets, tolerance)
+    coefficients = (found.alpha / unit).reshape(y.shape).to(dtype)
+    if not all_finite(coefficients):
+        raise ValueError(invalid(owner, "K", f"larger: the coefficients overflow {dtype}", f"a largest entry of {unit:.3g}"))
     result = KernelRegression(
-        coefficients=found.alpha.reshape(y.shape).to(dtype),
+        coefficients=coefficients,
         fitted=(plain @ found.alpha).reshape(y.shape).to(dtype),
         leave_one_out=found.leave_one_out.reshape(y.shape).to(dtype),
         ridge=float(ridge),
@@ -313,7 +312,9 @@ def _by_eigenvalues(A: Tensor, y: Tensor, tolerance: float) -> _Fit:
     largest = values.abs().max().item()
     if values[0] < -tolerance * largest:
         expected = "positive semi-definite with its ridge"
-        raise ValueError(invalid("kernel_regression", "K", expected, f"a least eigenvalue of {values[0].item():.3g}"))
+        raise ValueError(
+            invalid("kernel_regression", "K", expected, f"a least eigenvalue of {values[0].item():.3g} times its largest entry")
+        )
     kept = values > tolerance * largest
     inverse = (V[:, kept] / values[kept]) @ V[:, kept].T
     null = V[:, ~kept] @ V[:, ~kept].T

@@ -1,7 +1,8 @@
 """How much can the output change with the input? Upper bounds of Lipschitz constants, and certified radii of classifiers."""
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 
@@ -11,9 +12,7 @@ from torch import Tensor, nn
 from opteq.batch import sound_samples
 from opteq.cells import (
     DeepOptEq,
-    DepthwiseOptEq,
     GaussianDEQ,
-    Monotone,
     MonotoneConv,
     MonotoneMultiTier,
     ScaledReLU,
@@ -21,12 +20,12 @@ from opteq.cells import (
     WideOptEq,
 )
 from opteq.cells.deep import RegularizedStep
-from opteq.cells.optimization import ConvOptEq, OptEq, OptEqMap
+from opteq.cells.optimization import OptEqMap
 from opteq.cells.variants import AffineOptEq, MultivariateMap
 from opteq.checks import check_finite, check_floating, check_instance, invalid
 from opteq.equilibrium import Cell, Equilibrium
 from opteq.models import Readout
-from opteq.operators import Conv, Dense, Operator, Padding, Separable
+from opteq.operators import Conv, Dense, Operator, Separable
 from opteq.solve import pullback
 from opteq.spectral import Evidence, Norm, operator_norm
 from opteq.splitting import ActivationMap, SplitMap
@@ -35,6 +34,7 @@ from opteq.theory.contraction import (
     Rates,
     around,
     in_sequence,
+    injection_operator,
     layer_rates,
     measured,
     monotonicity,
@@ -64,7 +64,13 @@ class LipschitzBound:
 
     def times(self, factor: Tensor | float, evidence: Evidence = "exact") -> "LipschitzBound":
         """That of the map followed by another."""
-        return LipschitzBound(self.value * factor, weakest(self.evidence, evidence), self.method)
+        return LipschitzBound(_product(self.value, factor), weakest(self.evidence, evidence), self.method)
+
+
+def _product(value: Tensor, factor: Tensor | float) -> Tensor:
+    """Value times factor; infinity where one of them is infinite, and nothing is known, even if the other is 0."""
+    found = value * factor
+    return torch.where(found.isnan(), torch.inf, found)
 
 
 def lipschitz_bound(model: nn.Module) -> LipschitzBound:
@@ -74,7 +80,8 @@ def lipschitz_bound(model: nn.Module) -> LipschitzBound:
     - A c-contraction in z that is l-Lipschitz in x: l / (1 - c). sigma(W z + U x): l = L ||U||, c = L ||W||. OptEq:
       l = L ||W|| ||U|| / mu, c = L ||W||^2 / mu; the skip connection multiplies both l and 1 - c by alpha, which drops out.
       Layers one after the other: l = sum_l l_l prod_{k > l} c_k, c = prod c_l, where alpha stays.
-    - Readout: that of the cell times |a|. nn.Sequential: the product over its modules.
+    - Readout: that of the cell times |a|. nn.Sequential: the product over its modules, which may also be Linear, Conv2d,
+      activations, pooling without overlaps, and in eval mode Dropout and BatchNorm.
 
     A cell of your own that binds to an ActivationMap or a SplitMap is covered if it has a method injection(x) = U x + b, with ||U||
     estimated, and in_features, or in_channels and size. The norms of other convolutions hold for images of every size. The value
@@ -94,15 +101,35 @@ def _bound(module: nn.Module) -> LipschitzBound:
     if isinstance(module, Readout):
         return _equilibrium(module.cell).times(torch.linalg.vector_norm(module.a.double()))
     if isinstance(module, nn.Sequential):
-        parts = [_bound(part) for part in module]
-        value = torch.stack([part.value for part in parts]).prod() if parts else torch.tensor(1.0, dtype=torch.float64)
+        parts = [_bound(part) for part in _modules(module)]
+        value = reduce(_product, (part.value for part in parts), torch.tensor(1.0, dtype=torch.float64))
         evidence: Evidence = weakest("bound" if len(parts) > 1 else "exact", *(part.evidence for part in parts))
         return LipschitzBound(value, evidence, f"product of {len(parts)} modules")
     if isinstance(module, nn.Linear):
         return _of_norm(measured(Dense(module.weight)), "||W||")
     if isinstance(module, nn.Conv2d):
         return _of_norm(_convolution(module), "||W||")
+    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+        return LipschitzBound(_scale(module), "exact", "max |gamma| / sqrt(var + eps)")
     return LipschitzBound(torch.tensor(_slope(module), dtype=torch.float64), "exact", "slope")
+
+
+def _modules(model: nn.Sequential) -> Iterator[nn.Module]:
+    """The modules of a network, of which a Cell is none: it has no output of its own."""
+    for i, module in enumerate(model):
+        if isinstance(module, Cell):
+            raise TypeError(f"Module {i} of the nn.Sequential is a Cell, {type(module).__name__}: wrap it in Equilibrium.")
+        yield module
+
+
+def _scale(module: nn.BatchNorm1d | nn.BatchNorm2d) -> Tensor:
+    """The largest |gamma| / sqrt(var + eps): the layer multiplies each channel by one such number."""
+    if module.training or module.running_var is None:
+        remedy = "call eval() on it" if module.training else "give it track_running_stats=True"
+        raise TypeError(f"{type(module).__name__} couples the batch, so that no sample has a Lipschitz constant: {remedy}.")
+    gains = (module.running_var.double() + module.eps).rsqrt()
+    scaled: Tensor = gains if module.weight is None else gains * module.weight.double().abs()
+    return scaled.max() * (1 + ROUNDING)
 
 
 def _of_norm(norm: Norm, method: str) -> LipschitzBound:
@@ -110,13 +137,17 @@ def _of_norm(norm: Norm, method: str) -> LipschitzBound:
 
 
 def _slope(module: nn.Module) -> float:
-    """The Lipschitz constant of an activation, or of a module that only rearranges."""
+    """The Lipschitz constant of an activation, of pooling, or of a module that only rearranges."""
     if isinstance(
         module, (nn.ReLU, nn.ReLU6, nn.Tanh, nn.Hardtanh, nn.Softsign, nn.Softshrink, nn.Identity, nn.Flatten, nn.Unflatten)
     ):
         return 1.0
-    if isinstance(module, nn.Dropout) and not module.training:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        if module.training and module.p > 0:
+            raise TypeError(f"{type(module).__name__} redraws its mask, so that it has no Lipschitz constant: call eval() on it.")
         return 1.0
+    if isinstance(module, (nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d)):
+        return _pooling(module)
     if isinstance(module, nn.LeakyReLU):
         return max(1.0, abs(module.negative_slope))
     if isinstance(module, nn.ELU):
@@ -125,8 +156,29 @@ def _slope(module: nn.Module) -> float:
         return 0.25
     raise TypeError(
         f"lipschitz_bound knows no Lipschitz constant of {type(module).__name__}: it takes cells of the library but FunctionCell, "
-        "Equilibrium, Readout, and nn.Sequential of these with Linear, Conv2d, Flatten and activations."
+        "Equilibrium, Readout, and nn.Sequential of these with Linear, Conv2d, BatchNorm, Dropout, pooling, Flatten and "
+        "activations."
     )
+
+
+def _pooling(module: nn.AvgPool2d | nn.MaxPool2d | nn.AdaptiveAvgPool2d) -> float:
+    """Windows that do not overlap: 1 for their largest entries, 1 / sqrt(k) for means of k of them; 1 for those of any number."""
+    if isinstance(module, nn.AdaptiveAvgPool2d):
+        known, value = module.output_size in (1, (1, 1)), 1.0
+    else:
+        size, stride, padding = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
+        known = padding == (0, 0) and all(k <= step for k, step in zip(size, stride, strict=True))
+        if isinstance(module, nn.MaxPool2d):
+            known, value = known and _pair(module.dilation) == (1, 1), 1.0
+        else:
+            known, value = known and not module.ceil_mode and module.divisor_override is None, 1 / math.sqrt(size[0] * size[1])
+    if not known:
+        raise TypeError(f"lipschitz_bound knows no Lipschitz constant of {module}: its windows must not overlap or be padded.")
+    return value
+
+
+def _pair(size: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _convolution(module: nn.Conv2d) -> Norm:
@@ -246,17 +298,9 @@ class _Injection(Operator):
 
 def _injection(cell: Cell) -> Norm:
     """||U||, for x that enters as U x + b."""
-    if isinstance(cell, ScaledReLU):
-        return measured(Dense(cell.W.T))
-    if isinstance(cell, DepthwiseOptEq):
-        return measured(Separable(cell.U1, cell.U2[:, :, 0, 0], cell.padding))
-    if isinstance(cell, ConvOptEq):
-        return measured(Conv(cell.U, cell.padding))
-    if isinstance(cell, (MonotoneConv, MonotoneMultiTier)):  # the tiers that x does not enter add nothing to the norm
-        padding: Padding = cell.padding if isinstance(cell, MonotoneConv) else "circular"
-        return measured(Conv(cell.U, padding), (cell.in_channels, *cell.size))
-    if isinstance(cell, (OptEq, GaussianDEQ, Monotone)):
-        return measured(Dense(cell.U))
+    U = injection_operator(cell)
+    if U is not None:
+        return measured(U, (cell.in_channels, *cell.size) if isinstance(cell, (MonotoneConv, MonotoneMultiTier)) else None)
     double = copy.deepcopy(cell).to("cpu", torch.float64)
     injection: Callable[[Tensor], Tensor] = double.injection  # type: ignore[assignment]
     return operator_norm(_Injection(double, injection), _probe(cell).shape[1:], method="lanczos")
@@ -282,14 +326,21 @@ class _Passage:
     def through(self, module: nn.Module) -> "_Passage":
         """After one more module."""
         if isinstance(module, nn.Sequential):
-            return reduce(_Passage.through, module, self)
-        own, value = _bound(module), module(self.value)
-        error = torch.where(self.error > 0, self.error * own.value, 0.0)
-        evidence = own.evidence
+            return reduce(_Passage.through, _modules(module), self)
+        own = _bound(module)
+        error = torch.where(self.error == 0, 0.0, _product(self.error, own.value))
+        if not isinstance(module, (Equilibrium, Readout)):
+            return _Passage(module(self.value), error, self.bound.times(own.value, own.evidence))
+        value, further, evidence = self._solved(module)
+        return _Passage(value, error + further, self.bound.times(own.value, weakest(own.evidence, evidence)))
+
+    def _solved(self, module: Equilibrium | Readout) -> tuple[Tensor, Tensor, Evidence]:
+        """The output, and how far the solver leaves it from that of the exact equilibrium."""
+        z = module.solve(self.value).z
+        error, evidence = error_bound(module, self.value, z)
         if isinstance(module, Equilibrium):
-            further = error_bound(module.cell, self.value, value)
-            error, evidence = error + further.bound, weakest(evidence, further.evidence)
-        return _Passage(value, error, self.bound.times(own.value, evidence))
+            return z, error, evidence
+        return z @ module.a, _product(error, torch.linalg.vector_norm(module.a)), evidence
 
 
 def certified_radius(model: nn.Module, x: Tensor) -> CertifiedRadius:
@@ -323,4 +374,4 @@ def _before_head(model: nn.Module, x: Tensor) -> tuple[_Passage, nn.Linear | Rea
         expected = "an nn.Sequential that ends in nn.Linear, or a Readout"
         raise TypeError(invalid("certified_radius", "model", expected, type(model).__name__))
     start = _Passage(x, x.new_zeros(len(x)), LipschitzBound(x.new_ones(()), "exact", "identity"))
-    return start.through(model[:-1]), last
+    return reduce(_Passage.through, _modules(nn.Sequential(*list(model)[:-1])), start), last

@@ -12,7 +12,7 @@ from torch.func import functional_call, jacrev, vmap
 
 from opteq.batch import flat
 from opteq.cells import GaussianDEQ, Monotone, ScaledReLU
-from opteq.checks import all_finite, check_floating, check_instance, check_integer, invalid
+from opteq.checks import check_instance, check_integer, invalid
 from opteq.equilibrium import Cell
 from opteq.gradients import default_linear
 from opteq.linear import GMRES, LinearizedMap
@@ -20,6 +20,7 @@ from opteq.models import Readout
 from opteq.operators import Dense
 from opteq.solve import ConvergenceError, Status, Stop, solve
 from opteq.splitting import ActivationMap
+from opteq.theory.common import check_samples, system
 
 __all__ = ["empirical_ntk"]
 
@@ -51,39 +52,36 @@ def empirical_ntk(
     N x n matrices, no Jacobians. Other models give y of shape [N], [N, 1] or [N, k] (then K is [N, k, N2, k]); their Jacobians are
     contracted a few samples at a time, by torch.func.vmap, or row by row with models on which that fails.
 
-    `blocks=True` gives the part of each parameter by its name; they sum to K. `samples`: "independent" if y_i depends on x_i only,
-    which is checked on the first two samples; "coupled" differentiates the outputs of the whole batch row by row, as layers on
-    batch statistics need (X2 is then a batch of its own). `memory`: about how many bytes of Jacobian rows, or of vectors of the
-    adjoint solve, to hold at a time. The kernel is a constant for autograd, and as exact as the tolerance to which the model
-    solves its equilibria: 1e-12 for a Readout in float64; set it in the Stop of others. An equilibrium of a Readout that is not
-    found raises ConvergenceError, whatever its `on_failure`; other models do as theirs says.
+    `blocks=True` gives the part of each parameter, in the order of named_parameters; they sum to K. `samples`: "independent" if
+    y_i depends on x_i only, which is checked on the first two samples; "coupled" differentiates the outputs of the whole batch row
+    by row, as layers on batch statistics need (X2 is then a batch of its own). `memory`: about how many bytes of Jacobian rows, or
+    of vectors of the adjoint solve, to hold at a time. The kernel is a constant for autograd, and as exact as the tolerance to
+    which the model solves its equilibria: 1e-12 for a Readout in float64; set it in the Stop of others. An equilibrium of a Readout
+    that is not found raises ConvergenceError, whatever its `on_failure`; other models do as theirs says.
     Gaussian-initialised DEQs, Section 2.3; gamma-scaled ReLU implicit networks, Lemma 4.1; monotone DEQs, Proposition 4.
     """
     _check(model, X, X2, samples, memory)
     parts = _structured(model, X, X2, memory) if _has_formulas(model) else _contracted(model, X, X2, samples, memory, blocks)
-    return dict(parts) if blocks else reduce(torch.add, (part for _, part in parts))
+    if not blocks:
+        return reduce(torch.add, (part for _, part in parts))
+    found = dict(parts)
+    return {name: found[name] for name, _ in model.named_parameters() if name in found}
 
 
-def _check(model: object, X: object, X2: object, samples: object, memory: object) -> None:
+def _check(model: object, X: Tensor, X2: Tensor | None, samples: object, memory: object) -> None:
     check_instance(_OWNER, "model", model, nn.Module, "an nn.Module")
+    if isinstance(model, Cell):
+        expected = "a model x -> y: wrap a Cell in Readout, or in Equilibrium and a head"
+        raise TypeError(invalid(_OWNER, "model", expected, type(model).__name__))
     if not any(p.requires_grad for p in model.parameters()):  # type: ignore[attr-defined]
         raise ValueError(invalid(_OWNER, "model", "a model with a parameter that requires gradients", type(model).__name__))
-    _check_inputs("X", X)
+    check_samples(_OWNER, "X", X)
     if X2 is not None:
-        _check_inputs("X2", X2)
-        _check_alike(X, X2)  # type: ignore[arg-type]
+        check_samples(_OWNER, "X2", X2)
+        _check_alike(X, X2)
     if samples not in get_args(Samples):
         raise ValueError(invalid(_OWNER, "samples", " or ".join(map(repr, get_args(Samples))), samples))
     check_integer(_OWNER, "memory", memory, 1)
-
-
-def _check_inputs(name: str, X: object) -> None:
-    check_floating(_OWNER, name, X)
-    assert isinstance(X, Tensor)
-    if X.ndim == 0:
-        raise ValueError(invalid(_OWNER, name, "of shape [N, ...]", list(X.shape)))
-    if not all_finite(X):
-        raise ValueError(invalid(_OWNER, name, "finite", "NaN or infinity"))
 
 
 def _check_alike(X: Tensor, X2: Tensor) -> None:
@@ -157,7 +155,7 @@ def _equilibrium(model: Readout, X: Tensor) -> tuple[Tensor, Tensor]:
 
 def _linear_equilibrium(fn: LinearizedMap, stop: Stop) -> Tensor:
     """r = D W'r + g: by iteration and, where that is slow, by elimination, at the cost of about 100 steps for n from 1000 on."""
-    first = solve(fn, torch.zeros_like(fn.g), default_linear(fn.base), stop)
+    first = solve(fn, torch.zeros_like(fn.g), default_linear(fn.base, stop.rtol), stop)
     if first.status is Status.CONVERGED:
         return first.z
     r = first.z
@@ -172,8 +170,8 @@ def _eliminated(fn: LinearizedMap, i: Tensor) -> Tensor:
     assert isinstance(fn.base.W, Dense)
     slope = fn.base.sigma.derivative(fn.base.u[i])
     active = slope.nonzero()[:, 0]
-    M = slope[active, None] * fn.base.W.W[active][:, active]
-    x = torch.linalg.solve_ex(torch.eye(len(M), dtype=M.dtype, device=M.device) - M, fn.g[i, active])[0]  # not finite if singular
+    M = system(fn.base.W.W[active][:, active], slope[active])
+    x = torch.linalg.solve_ex(M, fn.g[i, active])[0]  # not finite if singular
     return torch.zeros_like(slope).index_copy(0, active, x)
 
 

@@ -76,7 +76,8 @@ class Certificate:
 
     `holds` is None when the conditions imply nothing that can be checked. `decay`: L(k) <= (1 - step decay)^k L(0) for every step
     in (0, max_step], or L(t) <= exp(-decay t) L(0) for flows. `rate`: 1 - max_step decay, or decay for flows. A certificate that
-    does not hold has max_step = 0, decay = 0, rate = NaN, and no guarantees.
+    does not hold has max_step = 0, decay = 0, rate = NaN, and no guarantees. `loss` bounds L(0) from above, rounding and the
+    solver's error included; `measured` is L(0) as computed, which `check` knows a run by (None: `loss` is).
     """
 
     theorem: str
@@ -90,6 +91,7 @@ class Certificate:
     guarantees: tuple[Guarantee, ...]
     loss: float
     notes: tuple[str, ...] = field(default=())
+    measured: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "radii", dict(self.radii))

@@ -18,15 +18,18 @@ from opteq.theory.certificates.measure import check_data
 from opteq.theory.certificates.monotone import MonotoneTheorem
 from opteq.theory.certificates.opteq import check_assumption, find_layers
 from opteq.theory.certificates.scaled_relu import ScaledReLUTheorem
+from opteq.theory.certificates.scope import check_scope
 from opteq.theory.certificates.search import best_radii
-from opteq.theory.certificates.start import covered, observe
+from opteq.theory.certificates.start import observe
 from opteq.theory.certificates.theorem import Radii, Theorem
+from opteq.theory.kernels import least_eigenvalue
 from opteq.theory.ntk import empirical_ntk
 
 __all__ = ["certificate", "certify"]
 
 _THEOREMS: dict[type, type[Theorem]] = {GaussianDEQ: GaussianTheorem, ScaledReLU: ScaledReLUTheorem, Monotone: MonotoneTheorem}
 _KERNEL = 1000  # the largest N for which the tangent kernel is computed to compare with
+_LEAST = 1e-290  # the least step, and step times decay: rounded by no more than usual
 
 
 def certify(
@@ -42,6 +45,7 @@ def certify(
     `radii`: how far the parameters may move, by the names of the theorem (d; C1, C2, C3; R_A, R_U, R_u); None searches them. Norms
     are rounded up and sigma_min(Z) down by more than the errors of their computation and of the solver. Rank and well-posedness are
     conditions like the others, and so is float64: a model that fails them gets a certificate that says so, and does not hold.
+    Norms of X, y and the weights must be 0 or in [1e-40, 1e40].
 
     `sharp=True`: the same conditions and conclusions with a step of 1 / sup ||Z||_F^2, a thousand times the stated one or more,
     by a shorter last step of the proof (`Theorem.max_step`).
@@ -52,17 +56,19 @@ def certify(
     if flow and sharp:
         raise ValueError(invalid("certify", "sharp", "False for a flow, which has no step", sharp))
     if not (type(readout) is Readout and type(readout.cell) in _THEOREMS):
-        return _assumption(readout, X, y, radii)
+        return _assumption(readout, X, y, {"radii": radii, "flow": flow, "sharp": sharp})
     return certificate(readout, X, y, radii, flow, sharp, remarks=True)
 
 
-def _assumption(model: nn.Module, X: Tensor, y: Tensor, radii: Mapping[str, float] | None) -> Certificate:
+def _assumption(model: nn.Module, X: Tensor, y: Tensor, options: Mapping[str, object]) -> Certificate:
     if not find_layers(model):
         kinds = "a Readout on GaussianDEQ, ScaledReLU or Monotone (no subclasses), or a model of OptEq layers"
         got = f"{type(model).__name__} on {type(model.cell).__name__}" if isinstance(model, Readout) else type(model).__name__
         raise TypeError(invalid("certify", "readout", kinds, got))
-    if radii is not None:
-        raise ValueError(invalid("certify", "radii", "None for OptEq layers, whose Assumption 5 has none", radii))
+    for name, value in options.items():
+        if value not in (None, False):
+            expected = f"{'None' if name == 'radii' else 'False'} for OptEq layers, whose Assumption 5 has no radii and no rate"
+            raise ValueError(invalid("certify", name, expected, value))
     return check_assumption(model, X, y)
 
 
@@ -70,18 +76,13 @@ def certificate(
     readout: Readout, X: Tensor, y: Tensor, radii: Mapping[str, float] | None, flow: bool, sharp: bool = False, *, remarks: bool
 ) -> Certificate:
     """The certificate of a readout that a theorem covers; `remarks` seeks the largest step and compares with the tangent kernel."""
+    check_scope("certify", readout)
     precision = _precision(readout)
     readout = readout if precision is None else copy.deepcopy(readout).double()
     X, y = check_data("certify", readout, X, y)
-    _check_covered(readout)
     theorem = _THEOREMS[type(readout.cell)](observe(readout, X, y), flow, sharp)
-    try:
-        chosen = best_radii(theorem, progress=remarks) if radii is None else theorem.check_radii(radii)
-        found = _conclude(theorem, chosen, precision)
-    except (OverflowError, ZeroDivisionError) as error:
-        raise ValueError(
-            "certify: the numbers of this model leave the range of float64. Rescale X, y or the parameters."
-        ) from error
+    chosen = best_radii(theorem, progress=remarks) if radii is None else theorem.check_radii(radii)
+    found = _conclude(theorem, chosen, precision)
     notes = (*found.notes, *_notes(readout, found, X, sharp, remarks))
     return replace(found, notes=notes)
 
@@ -97,22 +98,9 @@ def _precision(readout: Readout) -> Condition | None:
     return Condition("precision", "bits of the parameters >= 53", 1 - math.log2(eps), 53.0, remedy=remedy)
 
 
-def _check_covered(readout: Readout) -> None:
-    """The proofs need sigma(0) = 0, slopes in [0, 1], descent on a, and parameters that are not each other."""
-    activation = covered(readout).activation
-    at_zero = float(activation(torch.zeros(1, dtype=torch.float64)))
-    if at_zero != 0 or activation.lipschitz > 1 or not activation.monotone:
-        expected = "on a cell whose activation has sigma(0) = 0 and slopes in [0, 1], as the proofs need"
-        raise TypeError(invalid("certify", "readout", expected, f"{activation.name} with sigma(0) = {at_zero:g}"))
-    if not readout.a.requires_grad:
-        expected = "a Readout whose 'a' is trained: descent on it is what lowers the loss"
-        raise TypeError(invalid("certify", "readout", expected, "a frozen 'a'"))
-    if len(list(readout.parameters())) < len(list(readout.named_parameters(remove_duplicate=False))):
-        raise TypeError(invalid("certify", "readout", "a Readout whose parameters are not shared", "one under two names"))
-
-
 def _conclude(theorem: Theorem, radii: Radii, precision: Condition | None) -> Certificate:
-    conditions = theorem.conditions(radii) + (() if precision is None else (precision,))
+    start, conditions = theorem.start, theorem.conditions(radii) + (() if precision is None else (precision,))
+    conditions += _vanishing_step(theorem, radii) if all(c.holds for c in conditions) else ()
     holds = all(c.holds for c in conditions)
     decay = theorem.decay if holds else 0.0
     step = theorem.max_step(radii) * (1 - 1e-12) if holds and not theorem.flow else 0.0
@@ -127,8 +115,20 @@ def _conclude(theorem: Theorem, radii: Radii, precision: Condition | None) -> Ce
         decay=decay,
         radii=theorem.complete(radii),
         guarantees=theorem.guarantees(radii) if holds else (),
-        loss=theorem.start.r0 * theorem.start.r0 / 2,
+        loss=start.r0 * start.r0 / 2,
+        measured=start.residual * start.residual / 2,
     )
+
+
+def _vanishing_step(theorem: Theorem, radii: Radii) -> tuple[Condition, ...]:
+    """A condition that fails where float64 has no number for the step, or for what it takes from the loss."""
+    if theorem.flow:
+        return ()
+    step = theorem.max_step(radii)
+    remedy = f"Make X or {theorem.scaled} smaller, or the radii larger: the admissible step is too small for float64."
+    formula = f"max_step and max_step * decay >= {_LEAST:g}"
+    found = Condition("step", formula, min(step, step * theorem.decay), _LEAST, "bound", remedy)
+    return () if found.holds else (found,)
 
 
 def _notes(readout: Readout, found: Certificate, X: Tensor, sharp: bool, remarks: bool) -> list[str]:
@@ -149,7 +149,7 @@ def _notes(readout: Readout, found: Certificate, X: Tensor, sharp: bool, remarks
 
 def _compared(readout: Readout, found: Certificate, X: Tensor) -> list[str]:
     try:
-        eigenvalue = float(torch.linalg.eigvalsh(empirical_ntk(readout, X))[0])
+        eigenvalue = least_eigenvalue(empirical_ntk(readout, X))
     except ConvergenceError:  # by the solver of the readout, which need not be as patient as the one here
         return []
     text = (

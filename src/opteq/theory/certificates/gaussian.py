@@ -97,7 +97,7 @@ class GaussianTheorem(Theorem):
         c, XF = self._constants(radii["d"]), self.start.XF
         squares = c.c_w * c.c_w + c.c_u * c.c_u
         total = squares + c.c_a * c.c_a
-        return min(2 / self.lam0, 2 * squares / (total * total * XF * XF))
+        return min(2 * (squares / total) / (total * XF * XF), 2 / self.lam0)
 
     def size_of_Z(self, radii: Radii) -> float:
         return self._constants(radii["d"]).c_a * self.start.XF

@@ -4,7 +4,7 @@ import copy
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opteq.cells import GaussianDEQ, Monotone, ScaledReLU
 from opteq.checks import check_instance, check_number, invalid
@@ -12,7 +12,8 @@ from opteq.models import Readout
 from opteq.theory.certificates.conditions import Certificate
 from opteq.theory.certificates.decide import certificate
 from opteq.theory.certificates.measure import check_data
-from opteq.theory.certificates.start import covered, is_bounded
+from opteq.theory.certificates.scope import LARGEST, check_scope, covered
+from opteq.theory.certificates.start import is_bounded, upper_norm
 
 __all__ = ["certified_init"]
 
@@ -33,10 +34,11 @@ def certified_init(readout: Readout, X: Tensor, y: Tensor, *, flow: bool = False
     if type(readout) is not Readout or type(readout.cell) not in (GaussianDEQ, ScaledReLU, Monotone):
         expected = "a Readout on GaussianDEQ, ScaledReLU or Monotone (no subclasses)"
         raise TypeError(invalid("certified_init", "readout", expected, type(readout).__name__))
+    check_scope("certified_init", readout)
     base = copy.deepcopy(readout).double()
     check_data("certified_init", base, X, y)
     _make_well_posed(base)
-    limit = min(max_scale, _SATURATED) if is_bounded(covered(base).activation) else max_scale
+    limit = _largest_scale(base, max_scale)
     low, high = 0.0, 1.0
     found = _attempt(base, high, X, y, flow)
     while not found.holds:
@@ -62,17 +64,26 @@ def _make_well_posed(base: Readout) -> None:
         cell.W.div_(2 * norm)
 
 
+def _largest_scale(base: Readout, most: float) -> float:
+    """The least of the caller's limit, what still changes a bounded activation, and the largest norm that certify takes."""
+    size = sum(upper_norm(p.detach().reshape(-1)) for p in _injection(base))
+    allowed = LARGEST / (1.01 * size) if size > 0 else math.inf
+    return min(most, _SATURATED if is_bounded(covered(base).activation) else math.inf, max(1.0, allowed))
+
+
+def _injection(readout: Readout) -> list[nn.Parameter]:
+    """What z is proportional to: W of ScaledReLU, U and b of others."""
+    cell = covered(readout)
+    if isinstance(cell, ScaledReLU):
+        return [cell.W]
+    return [cell.U, cell.b] if isinstance(cell, Monotone) and cell.b is not None else [cell.U]
+
+
 @torch.no_grad()
 def _scaled(base: Readout, scale: float) -> Readout:
     made = copy.deepcopy(base)
-    cell = made.cell
-    if isinstance(cell, ScaledReLU):
-        cell.W.mul_(scale)
-    else:
-        assert isinstance(cell, (GaussianDEQ, Monotone))
-        cell.U.mul_(scale)
-        if isinstance(cell, Monotone) and cell.b is not None:
-            cell.b.mul_(scale)
+    for parameter in _injection(made):
+        parameter.mul_(scale)
     return made
 
 
@@ -82,9 +93,10 @@ def _attempt(base: Readout, scale: float, X: Tensor, y: Tensor, flow: bool) -> C
 
 def _growth(found: Certificate) -> float:
     """By how much to scale next: the worst slack says how much at least is missing."""
-    return min(max(2.0, 1 / found.failing[0].slack), 64.0)
+    slack = found.failing[0].slack
+    return min(max(2.0, 1 / slack), 64.0) if slack > 0 else 64.0
 
 
 def _helps(found: Certificate) -> bool:
     """Whether a larger scale can repair what fails: rank and well-posedness it cannot."""
-    return not any(c.name in ("well-posed", "width", "inputs", "rank") for c in found.failing)
+    return not any(c.name in ("well-posed", "width", "inputs", "rank", "step") for c in found.failing)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opteq.cells import Monotone, ScaledReLU
 from opteq.checks import all_finite, check_floating, check_instance, invalid
@@ -14,7 +14,7 @@ from opteq.models import Readout
 from opteq.solve import Solution, Stop
 from opteq.solvers import Newton
 
-__all__ = ["Measurement", "check_data", "measure", "parameters", "sigma_min", "tight_solution"]
+__all__ = ["Measurement", "check_data", "check_parameters", "measure", "parameters", "sigma_min", "tight_solution"]
 
 _TIGHT = 1e-12
 
@@ -32,18 +32,21 @@ class Measurement:
     quantities: Mapping[str, float]
 
 
-def measure(readout: Readout, X: Tensor, y: Tensor, start: Mapping[str, Tensor] | None = None) -> Measurement:
+def measure(
+    readout: Readout, X: Tensor, y: Tensor, start: Mapping[str, Tensor] | None = None, z0: Tensor | None = None
+) -> Measurement:
     """Loss, sigma_min(Z), ||W||_2 and ||W - W(0)||_F of every parameter, at the equilibrium solved to 1e-12.
 
-    `start`: the parameters at step 0 under the names of `readout.named_parameters()`, for the "moved ..." quantities. Raises
-    ConvergenceError when the equilibrium is not found. Quantities: "loss", "sigma_min Z", "lambda_min Z'Z", "norm P" and "moved P"
-    for each parameter P ("cell." is left out), "gamma norm A" for ScaledReLU, and "norm [U b]" for a Monotone with a bias.
+    `start`: the parameters at step 0 under the names of `readout.named_parameters()`, for the "moved ..." quantities; `z0`:
+    where the solve begins, such as states that are almost the equilibrium. Raises ConvergenceError when it is not found.
+    Quantities: "loss", "sigma_min Z", "lambda_min Z'Z", "norm P" and "moved P" for each parameter P ("cell." is left out),
+    "gamma norm A" for ScaledReLU, and "norm [U b]" for a Monotone with a bias.
     """
     X, y = check_data("measure", readout, X, y)
-    Z = tight_solution(readout, X).raise_if_failed().z
+    Z = tight_solution(readout, X, z0).raise_if_failed().z
     residual = float(torch.linalg.vector_norm(Z @ readout.a.detach() - y))
     least = sigma_min(Z)
-    quantities = {"loss": residual**2 / 2, "sigma_min Z": least, "lambda_min Z'Z": least**2}
+    quantities = {"loss": residual * residual / 2, "sigma_min Z": least, "lambda_min Z'Z": least * least}
     now = parameters(readout)
     quantities |= {f"norm {name}": _norm(value) for name, value in now.items()}
     if isinstance(readout.cell, ScaledReLU):
@@ -79,15 +82,25 @@ def sigma_min(Z: Tensor) -> float:
     return float(torch.linalg.svdvals(Z)[-1]) if all_finite(Z) else math.nan
 
 
-def tight_solution(readout: Readout, X: Tensor) -> Solution:
+def tight_solution(readout: Readout, X: Tensor, z0: Tensor | None = None) -> Solution:
     """The equilibrium to 1e-12, by the solver of the readout, and by Newton where that fails; failures are left in its status."""
     stop = Stop(rtol=_TIGHT, max_steps=2000)
     with torch.no_grad():
-        found = Equilibrium(readout.cell, readout.solver, stop, on_failure="ignore").solve(X)
+        found = Equilibrium(readout.cell, readout.solver, stop, on_failure="ignore").solve(X, z0)
         if not bool(found.converged.all()):
             again = Equilibrium(readout.cell, Newton(), Stop(rtol=_TIGHT, max_steps=200), on_failure="ignore").solve(X)
             found = again if int(again.converged.sum()) > int(found.converged.sum()) else found
     return found
+
+
+def check_parameters(owner: str, model: nn.Module) -> None:
+    """Raise ValueError unless every parameter is finite, and the a of a Readout as long as its states."""
+    for name, parameter in model.named_parameters():
+        if not all_finite(parameter):
+            raise ValueError(invalid(owner, "readout", f"finite in '{name}'", "NaN or infinity"))
+    if isinstance(model, Readout) and model.a.shape != model.cell.state_shape:
+        expected = f"a Readout with 'a' of shape {list(model.cell.state_shape)}"
+        raise ValueError(invalid(owner, "readout", expected, list(model.a.shape)))
 
 
 def check_data(owner: str, readout: Readout, X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,10 +108,9 @@ def check_data(owner: str, readout: Readout, X: Tensor, y: Tensor) -> tuple[Tens
     check_instance(owner, "readout", readout, Readout, "a Readout")
     for name, parameter in readout.named_parameters():
         if parameter.dtype != torch.float64:
-            expected = f"in float64 (call .double()): the theorems speak of exact arithmetic; '{name}' is in {parameter.dtype}"
-            raise TypeError(invalid(owner, "readout", expected, type(readout.cell).__name__))
-        if not all_finite(parameter):
-            raise ValueError(invalid(owner, "readout", f"finite in '{name}'", "NaN or infinity"))
+            expected = f"in float64 (call .double()) in '{name}': the theorems speak of exact arithmetic"
+            raise TypeError(invalid(owner, "readout", expected, parameter.dtype))
+    check_parameters(owner, readout)
     check_floating(owner, "X", X)
     check_floating(owner, "y", y)
     width = getattr(readout.cell, "in_features", X.shape[-1] if X.ndim else 0)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from opteq.checks import check_instance, check_integer, check_number, invalid
@@ -13,6 +12,7 @@ from opteq.theory.certificates.conditions import Certificate
 from opteq.theory.certificates.measure import Measurement, check_data, measure
 from opteq.theory.certificates.run import Run
 from opteq.theory.flow import loss_gradient
+from opteq.theory.kernels import least_eigenvalue
 from opteq.theory.ntk import empirical_ntk
 
 __all__ = ["Monitor", "Record"]
@@ -24,7 +24,7 @@ class Record:
 
     k: int
     measurement: Measurement
-    bound: float | None  # None without a certificate that holds
+    bound: float | None  # None without a certificate that holds for the step
     pl: float  # NaN where the loss is 0
     ntk_min: float | None  # None where the monitor does not compute kernels
 
@@ -39,9 +39,9 @@ class Monitor:
 
     Make it before the first step, where k = 0 is recorded, and call `monitor()` after each step (or `monitor(k)` after the k-th).
     Training is not disturbed: no `.grad`, parameter, mode or random state changes. `certificate`: its bound of the loss is
-    recorded next to the loss, for steps of the size `step` (default: its max_step). `kernel=False` leaves the tangent kernel out,
-    which costs more than the rest. `pl` is the Polyak-Lojasiewicz constant as measured, lambda in |grad L|^2 >= 2 lambda L; some
-    papers' mu is 2 lambda. lambda_min(K) never exceeds it.
+    recorded next to the loss, for steps of the size `step` (default: its max_step; above that there is no bound). `kernel=False`
+    leaves the tangent kernel out, which costs more than the rest. `pl` is the Polyak-Lojasiewicz constant as measured, lambda in
+    |grad L|^2 >= 2 lambda L; some papers' mu is 2 lambda. lambda_min(K) never exceeds it.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class Monitor:
         return self.records[-1]
 
     def _record(self) -> Record:
-        measurement = measure(self.readout, self.X, self.y, self.start)
-        bound = None
-        if self.certificate is not None and self.step is not None:
-            bound = self.certificate.loss_bound(self.k, min(self.step, self.certificate.max_step))
         found = loss_gradient(self.readout, self.X, self.y)
+        measurement = measure(self.readout, self.X, self.y, self.start, found.z)
+        bound = None
+        if self.certificate is not None and self.step is not None and self.step <= self.certificate.max_step:
+            bound = self.certificate.loss_bound(self.k, self.step)
         pl = found.squared_norm() / (2 * found.loss) if found.loss > 0 else math.nan
-        return Record(self.k, measurement, bound, pl, self._ntk_min() if self.kernel else None)
+        ntk_min = least_eigenvalue(empirical_ntk(self.readout, self.X)) if self.kernel else None
+        return Record(self.k, measurement, bound, pl, ntk_min)
 
-    @torch.no_grad()
-    def _ntk_min(self) -> float:
-        K = empirical_ntk(self.readout, self.X).detach()
-        return float(torch.linalg.eigvalsh((K + K.T) / 2)[0])
+    def __repr__(self) -> str:
+        cell, loss = type(self.readout.cell).__name__, self.records[-1].measurement.loss
+        return f"Monitor(cell={cell}, k={self.k}, records={len(self.records)}, loss={loss:.4g})"
 
     @property
     def run(self) -> Run:

@@ -105,7 +105,7 @@ class MonotoneTheorem(Theorem):
         _, lU, lu, bracket = self._constants(radii)
         XF, m, square = self.start.XF, self._m, self.start.sigma * self.start.sigma
         Q1 = XF * XF / (m * m) * (lu * lu * bracket + lU * lU)
-        return min(4 / square, 2 * self._Q2(radii) / (Q1 * Q1))
+        return min(2 * (self._Q2(radii) / Q1) / Q1, 4 / square)
 
     def size_of_Z(self, radii: Radii) -> float:
         return self._constants(radii).lU * self.start.XF / self._m

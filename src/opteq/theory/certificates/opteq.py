@@ -11,6 +11,7 @@ from opteq.models import Readout
 from opteq.operators import Dense
 from opteq.spectral import operator_norm
 from opteq.theory.certificates.conditions import Certificate, Condition
+from opteq.theory.certificates.measure import check_parameters
 
 __all__ = ["check_assumption", "find_layers"]
 
@@ -38,6 +39,7 @@ def check_assumption(model: nn.Module, X: Tensor, y: Tensor) -> Certificate:
         check_floating("certify", name, value)
         if not all_finite(value):
             raise ValueError(invalid("certify", name, "finite", "NaN or infinity"))
+    check_parameters("certify", model)
     if y.shape[:1] != X.shape[:1]:
         raise ValueError(invalid("certify", "y", f"of shape [{len(X)}, ...], one label a row of X", list(y.shape)))
     layers = find_layers(model)

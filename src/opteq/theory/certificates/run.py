@@ -19,6 +19,8 @@ __all__ = ["Run", "Violation", "check", "descend", "measure_flow"]
 # No equilibrium, a singular equation for the gradient, or no numbers any more.
 _LOST = (ConvergenceError, torch.linalg.LinAlgError, ValueError)  # type: ignore[attr-defined]
 _FLOOR = 1e-24  # of L(0): below that, the loss is what solves to 1e-12 leave of it
+_DIVERGED = 1e6  # times L(0)
+_SAME = 1e-6  # how far apart two computations of |y^ - y| at one start may be, besides the error of the solver
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Run:
         """L at each of `at`."""
         return tuple(measurement.loss for measurement in self.measurements)
 
+    def __repr__(self) -> str:
+        first, last = self.losses[0], self.losses[-1]
+        return f"Run(step={self.step}, measurements={len(self.at)}, at=0...{self.at[-1]:g}, loss={first:.4g}...{last:.4g})"
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -66,7 +72,9 @@ class Violation:
         return over / under if under > 0 and math.isfinite(over / under) else math.inf
 
     def explain(self) -> str:
-        """One sentence with the numbers."""
+        """One or two sentences with the numbers."""
+        if self.quantity == "step":
+            return f"Nothing measured breaks a bound, but it need not stay so. {self.note}"
         claim = f"{self.quantity} {self.sense} {self.bound:.6g} is broken at {self.at:g}: {self.value:.6g}"
         return f"{claim}, beyond the bound by a factor of {self.factor:.6g}.{' ' + self.note if self.note else ''}"
 
@@ -78,7 +86,8 @@ def descend(readout: Readout, X: Tensor, y: Tensor, step: float, steps: int, *, 
     """theta <- theta - step grad L(theta), L = |y^ - y|^2 / 2, on all trainable parameters of `readout` itself.
 
     Measured before the first step, after each `every` of them, and after the last. It ends early where an equilibrium is no longer
-    found or the parameters are no longer finite: the last measurement then has a loss of NaN.
+    found or the parameters are no longer finite: the last measurement then has a loss of NaN. It also ends, with a measurement,
+    where the loss is above a million times L(0) (or, where it begins near 0, a millionth of |y|^2).
     """
     parameters = trainable("descend", readout)
     X, y = check_data("descend", readout, X, y)
@@ -87,14 +96,15 @@ def descend(readout: Readout, X: Tensor, y: Tensor, step: float, steps: int, *, 
     check_integer("descend", "every", every, 1)
     start = {name: parameter.detach().clone() for name, parameter in readout.named_parameters()}
     at, measurements, z = [0], [measure(readout, X, y, start)], None
+    limit = _DIVERGED * max(measurements[0].loss, 1e-12 * float(y.square().sum()))
     for k in range(1, steps + 1):
-        due = k % every == 0 or k == steps
         try:
-            _, gradient, z = loss_gradient(readout, X, y, z)
+            loss, gradient, z = loss_gradient(readout, X, y, z)
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.sub_(step * gradient[name])
-            found = measure(readout, X, y, start) if due else None
+            due = k % every == 0 or k == steps or loss > limit
+            found = measure(readout, X, y, start, z) if due else None
         except _LOST:
             at.append(k)
             measurements.append(Measurement(math.nan, math.nan, math.nan, {}))
@@ -102,6 +112,8 @@ def descend(readout: Readout, X: Tensor, y: Tensor, step: float, steps: int, *, 
         if found is not None:
             at.append(k)
             measurements.append(found)
+            if max(loss, found.loss) > limit:
+                break
     return Run(float(step), tuple(at), tuple(measurements))
 
 
@@ -117,7 +129,8 @@ def check(certificate: Certificate, run: Run, *, slack: float = 1e-9) -> Violati
 
     Conclusions: L <= the bound of the certificate, and each of its guarantees, at every point measured. A run with a step above
     `max_step` is compared with the bounds at max_step, and where it keeps them it is still reported, as not covered. A loss below
-    1e-24 L(0) is taken for 0. Not a number is a violation. The certificate must hold, and be of the kind of the run.
+    1e-24 L(0), or below the solver's error in L(0), is taken for 0. Not a number is a violation. The certificate must hold, and be
+    of the kind of the run.
     """
     check_instance("check", "certificate", certificate, Certificate, "a Certificate")
     check_instance("check", "run", run, Run, "a Run, as `descend`, `measure_flow` and `Monitor.run` give it")
@@ -131,15 +144,17 @@ def check(certificate: Certificate, run: Run, *, slack: float = 1e-9) -> Violati
 
 
 def _violations(certificate: Certificate, run: Run, slack: float) -> Iterator[Violation]:
+    wanted, doubt = _residual(certificate)
     first = run.measurements[0].loss
-    if not abs(first - certificate.loss) <= max(slack, 1e-9) * certificate.loss:
-        yield Violation("start", 0, first, "==", certificate.loss, "The run begins at other parameters, or with other data.")
+    if not abs(math.sqrt(2 * first) - wanted) <= max(slack, _SAME) * wanted + 2 * doubt:
+        yield Violation("start", 0, first, "==", wanted * wanted / 2, "The run begins at other parameters, or with other data.")
     note, step = "", run.step
     if step is not None and step > certificate.max_step * (1 + slack):
         note = f"The step {step:.6g} is above the admissible {certificate.max_step:.6g}: the theorem does not cover this run."
     step = None if step is None else min(step, certificate.max_step)
+    floor = max(_FLOOR * certificate.loss, doubt * doubt / 2)
     for at, measurement in zip(run.at, run.measurements, strict=True):
-        loss = 0.0 if measurement.loss <= _FLOOR * certificate.loss else measurement.loss
+        loss = 0.0 if measurement.loss <= floor else measurement.loss
         claims = [("loss", loss, "<=", certificate.loss_bound(at, step))]
         claims += [(g.quantity, measurement.quantities.get(g.quantity, math.nan), g.sense, g.bound) for g in certificate.guarantees]
         for quantity, value, sense, bound in claims:
@@ -148,3 +163,10 @@ def _violations(certificate: Certificate, run: Run, slack: float) -> Iterator[Vi
     if note:
         assert run.step is not None
         yield Violation("step", 0, run.step, "<=", certificate.max_step, note)
+
+
+def _residual(certificate: Certificate) -> tuple[float, float]:
+    """|y^ - y| at the start as computed, and how far from it the truth may be."""
+    bound = math.sqrt(2 * certificate.loss)
+    measured = bound if certificate.measured is None else math.sqrt(2 * certificate.measured)
+    return measured, bound - measured

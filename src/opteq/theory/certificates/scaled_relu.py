@@ -97,7 +97,7 @@ class ScaledReLUTheorem(Theorem):
         scale = XF * XF / (gap * gap)
         Q2 = bracket * l3 * l3 * scale
         Q1 = (bracket * l3 * l3 + l1 * l1) * scale  # (20) is 2 Q2/Q1^2
-        return min(4 / square, 2 * Q2 / (Q1 * Q1))
+        return min(2 * (Q2 / Q1) / Q1, 4 / square)
 
     def size_of_Z(self, radii: Radii) -> float:
         l1, _, gap, _ = self._constants(radii)

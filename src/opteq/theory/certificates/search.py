@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from opteq.theory.certificates.scope import LARGEST
 from opteq.theory.certificates.theorem import Radii, Theorem
 
 __all__ = ["best_radii"]
@@ -44,13 +45,12 @@ class _Scale:
         for name, t in zip(self.names, np.clip(point, -80.0, 80.0), strict=True):
             limit, part = self.limits[name], math.exp(float(t))
             value = self.reference[name] * part if math.isinf(limit) else limit * part / (1 + part)
-            found[name] = max(value, min(self.floors[name], limit / 2))
+            found[name] = min(max(value, min(self.floors[name], limit / 2)), LARGEST)
         return found
 
     def start(self, factor: float) -> Any:
-        shares = [self.reference[n] / (self.limits[n] - self.reference[n]) for n in self.names if math.isfinite(self.limits[n])]
-        parts = iter(shares)
-        return np.array([math.log(factor * (next(parts) if math.isfinite(self.limits[n]) else 1.0)) for n in self.names])
+        pairs = [(self.reference[name], self.limits[name]) for name in self.names]
+        return np.array([math.log(factor * (value / (limit - value) if math.isfinite(limit) else 1.0)) for value, limit in pairs])
 
 
 def _least_slack(theorem: Theorem, radii: Radii) -> float:
@@ -66,8 +66,8 @@ def _log_slack(lhs: float, rhs: float) -> float:
 
 def _progress(theorem: Theorem, radii: Radii) -> float:
     """log of the largest step, or how far the radii are from certifying anything."""
-    slack = _least_slack(theorem, radii)
-    return math.log(theorem.max_step(radii)) if slack >= _MARGIN else slack - _INFEASIBLE
+    slack, step = _least_slack(theorem, radii), theorem.max_step(radii)
+    return math.log(step) if slack >= _MARGIN and step > 0 else slack - _INFEASIBLE
 
 
 def _maximise(value: Callable[[Any], float], starts: list[Any]) -> Any:

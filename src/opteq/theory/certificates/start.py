@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from opteq.activations import Activation
-from opteq.cells import GaussianDEQ, Monotone, ScaledReLU
+from opteq.batch import norm
+from opteq.cells import Monotone, ScaledReLU
+from opteq.checks import invalid
 from opteq.models import Readout
 from opteq.theory.certificates.measure import sigma_min, tight_solution
+from opteq.theory.certificates.scope import LARGEST, SMALLEST, check_sizes, constant, covered
 
-__all__ = ["Start", "covered", "is_bounded", "observe", "upper_norm"]
+__all__ = ["Start", "is_bounded", "observe", "upper_norm"]
 
 _EPS = torch.finfo(torch.float64).eps
 _TINY = 1e-100  # below that, powers of sigma_min(Z) and what they are compared with may underflow
@@ -33,6 +36,7 @@ class Start:
     sigma: float = math.nan
     r0: float = math.nan
     bounded: bool = False  # whether sigma is, so that a larger injection does not make Z larger
+    residual: float = math.nan  # |y^ - y| as computed
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class _Reach:
 
 
 def observe(readout: Readout, X: Tensor, y: Tensor) -> Start:
-    """Everything that the conditions of a theorem need."""
+    """Everything that the conditions of a theorem need; sizes that would lose a power of theirs are refused."""
     cell = covered(readout)
     bias = cell.b if isinstance(cell, Monotone) else None
     biased = bias is not None and bool(bias.detach().any())
@@ -55,8 +59,9 @@ def observe(readout: Readout, X: Tensor, y: Tensor) -> Start:
     seen = inputs if biased else X  # a bias of 0 does not tell parallel inputs apart
     apart, pair = _most_parallel(seen) if cell.activation.name in _HOMOGENEOUS else (math.inf, (0, 0))
     XF = upper_norm(inputs.reshape(-1))
+    check_sizes({"X": upper_norm(X.reshape(-1)), "y": upper_norm(y), **norms})
     rounding, bounded = 8 * (inputs.shape[1] + 2) * _EPS, is_bounded(cell.activation)
-    known = Start(X.shape[0], readout.a.numel(), XF, norms, _constant(cell), apart, pair, rounding, bounded=bounded)
+    known = Start(X.shape[0], readout.a.numel(), XF, norms, constant(cell), apart, pair, rounding, bounded=bounded)
     reach = _reach(readout, norms)
     return known if reach is None else _solved(known, reach, readout, X, inputs, y)
 
@@ -69,12 +74,6 @@ def is_bounded(activation: Activation) -> bool:
     return bool((activation(torch.tensor([-1e30, 1e30], dtype=torch.float64)).abs() < 1e15).all())
 
 
-def covered(readout: Readout) -> GaussianDEQ | ScaledReLU | Monotone:
-    """The cell, one of those that the theorems are about."""
-    assert isinstance(readout.cell, (GaussianDEQ, ScaledReLU, Monotone))
-    return readout.cell
-
-
 def _weights(readout: Readout, augmented: bool) -> dict[str, Tensor]:
     """The parameters by the names of the papers; the bias of a Monotone is one more column of U."""
     cell = covered(readout)
@@ -85,16 +84,10 @@ def _weights(readout: Readout, augmented: bool) -> dict[str, Tensor]:
     return found | dict(cell.named_parameters())
 
 
-def _constant(cell: GaussianDEQ | ScaledReLU | Monotone) -> float:
-    if isinstance(cell, ScaledReLU):
-        return cell.gamma
-    return cell.m if isinstance(cell, Monotone) else cell.sigma_w2
-
-
 def upper_norm(value: Tensor) -> float:
     """||W||_2 of a matrix or |a| of a vector, enlarged by more than the error of its computation."""
-    norm = torch.linalg.matrix_norm(value, 2) if value.ndim == 2 else torch.linalg.vector_norm(value)
-    return float(norm) * (1 + 1e-12 + 16 * max(value.shape) * _EPS)
+    found = torch.linalg.matrix_norm(value, 2) if value.ndim == 2 else norm(value[None])
+    return float(found) * (1 + 1e-12 + 16 * max(value.shape) * _EPS)
 
 
 def _most_parallel(X: Tensor) -> tuple[float, tuple[int, int]]:
@@ -129,21 +122,22 @@ def _monotone_reach(cell: Monotone) -> _Reach:
 
 
 def _frobenius(value: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value.detach()))
+    return float(norm(value.detach().reshape(1, -1)))
 
 
 @torch.no_grad()
 def _solved(known: Start, reach: _Reach, readout: Readout, X: Tensor, inputs: Tensor, y: Tensor) -> Start:
     """sigma_min(Z*) >= sigma_min(Z) - ||Z - Z*||_F - rounding, and |y^ - y| from above, whatever the solver returned."""
     Z = tight_solution(readout, X).z
-    sizes = torch.linalg.vector_norm(Z, dim=1)
-    residual = torch.linalg.vector_norm(covered(readout).bind(X)(Z) - Z, dim=1)
-    entries = (reach.linear + 1) * sizes + reach.injection * torch.linalg.vector_norm(inputs, dim=1)
+    step = norm(covered(readout).bind(X)(Z) - Z)
+    entries = (reach.linear + 1) * norm(Z) + reach.injection * norm(inputs)
     rounding = 2 * _EPS * (known.width + inputs.shape[1] + 16) * entries
-    error = reach.factor * float(torch.linalg.vector_norm(residual + rounding)) * (1 + 1e-9)
-    spread = 16 * (known.N + known.width) * _EPS * float(torch.linalg.vector_norm(Z))
+    error = reach.factor * _frobenius(step + rounding) * (1 + 1e-9)
+    spread = 16 * (known.N + known.width) * _EPS * _frobenius(Z)
     sigma = max(0.0, sigma_min(Z) - error - spread) * (1 - 1e-12)
     sigma = sigma if sigma > _TINY else 0.0
-    y_hat = Z @ readout.a
-    r0 = float(torch.linalg.vector_norm(y_hat - y)) * (1 + 1e-12) + known.norms["a"] * (error + spread)
-    return replace(known, sigma=sigma, r0=r0)
+    residual = _frobenius(Z @ readout.a - y)
+    r0 = residual * (1 + 1e-12) + known.norms["a"] * (error + spread)
+    if sigma > 0 and r0 > LARGEST:
+        raise ValueError(invalid("certify", "y", f"within {LARGEST:g} of the outputs of the readout", f"|y^ - y| = {r0:.3g}"))
+    return replace(known, sigma=sigma, r0=max(r0, SMALLEST) if r0 > 0 else r0, residual=residual)

@@ -8,6 +8,7 @@ from typing import ClassVar, TypeAlias
 
 from opteq.checks import invalid
 from opteq.theory.certificates.conditions import Condition, Guarantee
+from opteq.theory.certificates.scope import LARGEST, SMALLEST
 from opteq.theory.certificates.start import Start
 
 __all__ = ["Radii", "Theorem"]
@@ -93,7 +94,7 @@ class Theorem(ABC):
 
     def floors(self) -> Radii:
         """The least radii worth choosing: far above the rounding of the weights, so that it moves none of them out of its ball."""
-        return {radius: 1e-6 * self.start.norms[weight] for radius, weight in self.balls().items()}
+        return {radius: max(1e-6 * self.start.norms[weight], SMALLEST) for radius, weight in self.balls().items()}
 
     @abstractmethod
     def balls(self) -> Mapping[str, str]:
@@ -122,8 +123,9 @@ class Theorem(ABC):
             raise ValueError(invalid("certify", "radii", f"None or a mapping with the keys {', '.join(self.names)}", radii))
         for name, value in radii.items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not value > 0 or (value == math.inf and name not in self.optional):
-                raise ValueError(invalid("certify", "radii", f"a mapping to positive finite numbers, also for {name}", value))
+            if not number or not SMALLEST <= value <= (math.inf if name in self.optional else LARGEST):
+                expected = f"a mapping to positive finite numbers in [{SMALLEST:g}, {LARGEST:g}], also for {name}"
+                raise ValueError(invalid("certify", "radii", expected, value))
         return {name: float(value) for name, value in radii.items()}
 
     def _rank(self) -> tuple[Condition, ...]:

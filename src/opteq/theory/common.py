@@ -1,0 +1,35 @@
+"""What several parts of the theory share: checks of samples and kernels, and the matrix I - D W."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from opteq.checks import all_finite, check_floating, invalid
+
+__all__ = ["check_samples", "check_symmetric", "system"]
+
+
+def check_samples(
+    owner: str, name: str, X: Tensor, expected: str = "of shape [N, ...]", fits: Callable[[Tensor], bool] = lambda X: X.ndim > 0
+) -> None:
+    """Raise unless X is a finite floating-point tensor of the shape that is expected."""
+    check_floating(owner, name, X)
+    if not fits(X):
+        raise ValueError(invalid(owner, name, expected, list(X.shape)))
+    if not all_finite(X):
+        raise ValueError(invalid(owner, name, "finite", "NaN or infinity"))
+
+
+def check_symmetric(owner: str, name: str, K: Tensor) -> None:
+    """Raise unless K is finite, square and symmetric up to the half of its digits."""
+    check_samples(owner, name, K, "of shape [N, N] with N >= 1", lambda K: K.ndim == 2 and K.shape[0] == K.shape[1] > 0)
+    gap = float((K - K.T).abs().max())
+    if gap > math.sqrt(torch.finfo(K.dtype).eps) * float(K.abs().max()):
+        raise ValueError(invalid(owner, name, "symmetric", f"entries that differ by {gap:.3g}"))
+
+
+def system(W: Tensor, slope: Tensor) -> Tensor:
+    """I - D W, D = diag(slope): [..., n, n] for slopes [..., n]."""
+    return torch.eye(len(W), dtype=W.dtype, device=W.device) - slope[..., None] * W
