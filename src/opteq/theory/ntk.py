@@ -61,7 +61,7 @@ def empirical_ntk(
     Gaussian-initialised DEQs, Section 2.3; gamma-scaled ReLU implicit networks, Lemma 4.1; monotone DEQs, Proposition 4.
     """
     _check(model, X, X2, samples, memory)
-    parts = _structured(model, X, X2, memory) if _has_formulas(model) else _contracted(model, X, X2, samples, memory, blocks)
+    parts = _structured(model, X, X2, memory) if has_formulas(model) else _contracted(model, X, X2, samples, memory, blocks)
     if not blocks:
         return reduce(torch.add, (part for _, part in parts))
     found = dict(parts)
@@ -104,7 +104,7 @@ class _Side:
     R: Tensor  # [N, n]
 
 
-def _has_formulas(model: nn.Module) -> bool:
+def has_formulas(model: nn.Module) -> bool:
     """Whether the parameters are those of the formulas themselves: none is tied to another, or made from others."""
     if type(model) is not Readout or type(model.cell) not in _FORMULAS:
         return False

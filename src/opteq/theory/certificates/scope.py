@@ -8,7 +8,7 @@ import torch
 from opteq.cells import GaussianDEQ, Monotone, ScaledReLU
 from opteq.checks import invalid
 from opteq.models import Readout
-from opteq.theory.ntk import _has_formulas
+from opteq.theory.ntk import has_formulas
 
 __all__ = ["LARGEST", "SMALLEST", "check_scope", "check_sizes", "constant", "covered"]
 
@@ -61,7 +61,7 @@ def _check_parameters(owner: str, readout: Readout) -> None:
     every = [p for _, p in readout.named_parameters(remove_duplicate=False)]
     if len({p.untyped_storage().data_ptr() for p in every}) < len(every):
         raise TypeError(invalid(owner, "readout", "a Readout whose parameters are not shared", "two with one memory"))
-    if not _has_formulas(readout):
+    if not has_formulas(readout):
         expected = "a Readout whose parameters are the weights of the theorem themselves, not made from others, and no more"
         raise TypeError(invalid(owner, "readout", expected, ", ".join(name for name, _ in readout.named_parameters())))
 
