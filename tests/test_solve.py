@@ -307,7 +307,7 @@ def test_plain_iteration_may_leave_an_unstable_equilibrium(solver: Solver, rtol:
 
 def test_a_slow_contraction_in_float32_is_no_divergence() -> None:
     """z* = 10000: the growth passes 1/sqrt(eps) = 2900 before the residual has halved."""
-    found = solve(lambda z: 0.9999 * z + 1, torch.zeros(1, 3), Picard(), Stop(rtol=1e-5, max_steps=30_000))
+    found = solve(lambda z: 0.9999 * z + 1, torch.zeros(1, 3), Picard(), Stop(rtol=3e-5, max_steps=20_000))
     assert found.status is Status.CONVERGED
 
 
