@@ -1163,3 +1163,14 @@ def test_certified_init_succeeds_on_twenty_random_data_sets_for_each_theorem() -
             "median drop of the loss a step, printed and sharp": median,
         }
     write_verify("certified_init", payload)
+
+
+def test_bounded_activations_are_told_that_scaling_does_not_help() -> None:
+    torch.manual_seed(0)
+    X = torch.nn.functional.normalize(torch.randn(4, 5, dtype=torch.float64))
+    readout = Readout(Monotone(5, 12, activation="tanh")).double()
+    text = certify(readout, X, 10 * torch.ones(4, dtype=torch.float64)).explain()
+    assert "make the labels smaller, or take an activation that is not bounded" in text
+    assert "scale U up" not in text
+    with pytest.raises(ValueError, match="found no scale up to 1e\\+04 that is certified"):
+        certified_init(readout, X, 1e3 * torch.ones(4, dtype=torch.float64))

@@ -79,3 +79,9 @@ def test_every_erratum_names_a_test_that_exists():
     assert len(named) > 25
     for file, name in named:
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
+
+
+def test_certificates_are_imported_when_they_are_used():
+    code = "import opteq; opteq.theory.certificates.certify; opteq.theory.nothing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "module 'opteq.theory' has no attribute 'nothing'" in done.stderr

@@ -1,6 +1,7 @@
 """Monotone maps and the splitting methods, forward and backward."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from opteq.cells import GaussianDEQ, Monotone, MonotoneConv, MonotoneMultiTier, 
 from opteq.cells.monotone import MonotoneCell
 from opteq.gradients import Implicit, Unrolled, default_linear, default_solver
 from opteq.linear import GMRES, LinearizedMap
-from opteq.operators import Dense
+from opteq.operators import Dense, Transposed
 from opteq.solve import Map
 from opteq.solvers import Anderson, ForwardBackward, Newton, PeacemanRachford, Picard
 from opteq.solvers.splitting import SplitLinear
@@ -580,3 +581,18 @@ def test_the_resolvent_is_differentiable_however_often_it_was_used():
     found = [torch.autograd.grad(fn.resolvent(v, 0.5).sum(), cell.A, retain_graph=True)[0] for _ in range(2)]
     assert found[0].abs().max() > 0
     assert torch.equal(found[0], found[1])
+
+
+def test_a_copy_of_a_map_makes_factors_of_its_own():
+    _, fn, _ = bound("dense")
+    fn.reflection(0.5)
+    assert deepcopy(fn).factors._made == {}
+    assert deepcopy(fn).reflection(0.5).W.equal(fn.reflection(0.5).W)
+
+
+def test_the_adjoint_of_a_transpose_is_the_operator():
+    _, fn, _ = bound("conv")
+    z = random_matrix(*fn.u.shape, seed=3)
+    assert torch.equal(Transposed(fn.W).adjoint(z), fn.W(z))
+    assert torch.equal(Transposed(fn.W)(z), fn.W.adjoint(z))
+    assert not Transposed(fn.W).has_resolvent()
