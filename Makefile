@@ -5,7 +5,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types verify bench docs clean
+.PHONY: help demo test coverage lint types verify bench docs clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -14,7 +14,10 @@ demo: .venv/.installed  ## Run the demonstration.
 	$(BIN)/python examples/demo.py
 
 # One thread a worker: the two pytest workers then share two cores without fighting for them.
-test: lint types  ## Run every check: style, imports, types, tests with coverage.
+test: lint types  ## Run every check: style, imports, types, tests.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+coverage: .venv/.installed  ## Run the tests and say which lines and branches they miss; fails below 95%.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
 
 lint: .venv/.installed  ## Check style, formatting and the layers of imports.

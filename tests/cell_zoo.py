@@ -285,7 +285,7 @@ def scaled_relu(seed: int) -> ScaledReLU:
 
 
 def _theory() -> list[Entry]:
-    splitting = (None, PeacemanRachford(), PeacemanRachford(0.5), ForwardBackward(), Newton())
+    splitting = (None, PeacemanRachford(0.5), Newton())
     plain = (None, Anderson(), Newton())
     dense = {"symmetric": False, "solvers": splitting}
     image = {**dense, "image": True}
@@ -303,12 +303,7 @@ def _theory() -> list[Entry]:
         Entry("gaussian", lambda: gaussian(0), symmetric=False),
         Entry("scaled relu", lambda: scaled_relu(0), symmetric=False),
         Entry("monotone relu", relu, **dense),
-        *(
-            Entry(f"monotone {name}", lambda name=name: monotone(1, Monotone(INPUTS, FEATURES, m=0.8, activation=name)), **dense)
-            for name in ("tanh", "soft_threshold")
-        ),
-        Entry("monotone without bias", lambda: monotone(6, Monotone(INPUTS, FEATURES, m=1.5, bias=False)), **dense),
-        Entry("monotone conv", lambda: monotone(2, MonotoneConv(CHANNELS_IN, CHANNELS, SIZE, m=0.5), 0.8), **image),
+        Entry("monotone tanh", lambda: monotone(1, Monotone(INPUTS, FEATURES, m=0.8, activation="tanh", bias=False)), **dense),
         Entry("monotone conv 2", lambda: monotone(3, MonotoneConv(CHANNELS_IN, CHANNELS, SIZE, m=0.5, kernel_size=2)), **image),
         Entry("monotone conv zeros", zeros, symmetric=False, image=True, smooth=True, solvers=(*plain, ForwardBackward())),
         Entry("monotone tiers", tiers, **image, smooth=True, inputs=(CHANNELS_IN, 4, 2), state=(6, 2, 1)),

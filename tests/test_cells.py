@@ -1093,7 +1093,7 @@ def plain_iteration(cells: list[OptEq], x: Tensor) -> list[Tensor]:
 
 
 def test_newton_and_acceleration_agree_with_plain_iteration_on_hard_problems():
-    cells, x = [hard_cell(seed) for seed in range(42)], random_matrix(3, 3, seed=1)
+    cells, x = [hard_cell(seed) for seed in range(24)], random_matrix(3, 3, seed=1)
     for seed, (cell, plain) in enumerate(zip(cells, plain_iteration(cells, x), strict=True)):
         fn = cell.bind(x).detach()
         assert residual(fn, plain).max() <= 1e-11
