@@ -11,7 +11,7 @@ from cell_zoo import affine, conv, deep, dense, depthwise, multivariate, random_
 from opteq import Cell, Stop, solve
 from opteq.activations import find_activation
 from opteq.cells import GaussianDEQ, Monotone, MonotoneConv, MonotoneMultiTier, ScaledReLU, StackedOptEq, WideOptEq
-from opteq.operators import Conv, Dense, Operator
+from opteq.operators import Conv, Dense, MonotoneOperator, Operator
 from opteq.regularizers import L1, L2, Decorrelation
 from opteq.solvers import Anderson, Newton
 from opteq.splitting import ActivationMap, SplitMap
@@ -46,21 +46,6 @@ class Wrapped(Operator):
         return s @ self.W
 
 
-@dataclass(frozen=True)
-class Shifted(Operator):
-    """(1 - m) I - A'A + B - B' of convolutions."""
-
-    m: float
-    A: Conv
-    B: Conv
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return (1 - self.m) * z - self.A.adjoint(self.A(z)) + self.B(z) - self.B.adjoint(z)
-
-    def adjoint(self, s: Tensor) -> Tensor:
-        return (1 - self.m) * s - self.A.adjoint(self.A(s)) - self.B(s) + self.B.adjoint(s)
-
-
 class ImageSplit(Cell):
     """A monotone network on images, bound to a SplitMap with an operator that is no matrix."""
 
@@ -75,7 +60,7 @@ class ImageSplit(Cell):
         return Conv(self.U)(x) + self.b[:, None, None]
 
     def bind(self, x: Tensor) -> SplitMap:
-        W = Shifted(self.m, Conv(self.A), Conv(self.B))
+        W = MonotoneOperator(self.m, Conv(self.A), Conv(self.B))
         return SplitMap(W, find_activation(self, "relu"), self.injection(x), m=self.m)
 
 
