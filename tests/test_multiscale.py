@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.func import jacrev, jvp, vjp, vmap
 from torch.nn.functional import conv2d, interpolate, pixel_shuffle, pixel_unshuffle
 
+from cell_conformance import CellConformance, DerivativeConformance, IndependentCellConformance, ModuleConformance, equilibrium_of
 from cell_zoo import random_matrix
 from conformance import residual
 from opteq import Equilibrium, Status, Stop, solve
 from opteq.cells.multiscale import Fusion, Multiscale, Repeat, downward, group_norm, upward
 from opteq.cells.tiers import Tiers
 from opteq.solvers import Anderson, Picard
-from test_cells import CellConformance, IndependentCellConformance, ModuleConformance, equilibrium_of
-from test_residual import DerivativeConformance, image_entry, normalised, with_uneven_norms
+from test_residual import image_entry, normalised, with_uneven_norms
 
 # Forward mode makes PyTorch import code that still calls torch.jit.script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -5,24 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.func import jacrev, jvp, vmap
 from torch.nn.functional import conv2d
 
+from cell_conformance import CellConformance, DerivativeConformance, IndependentCellConformance, ModuleConformance, equilibrium_of
 from cell_zoo import Entry, random_matrix
 from conformance import residual, write_verify
 from opteq import Cell, Equilibrium, Status, Stop, solve
 from opteq.cells.residual import Residual
 from opteq.solvers import Anderson, Picard
-from test_cells import (
-    CellConformance,
-    IndependentCellConformance,
-    ModuleConformance,
-    equilibrium_of,
-    exact_equilibrium,
-    function_of,
-    layer_of,
-    relative_error,
-)
 
 # Forward mode makes PyTorch import code that still calls torch.jit.script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -47,71 +37,6 @@ def with_uneven_norms(cell: Cell, seed: int) -> Cell:
 def block(seed: int, *sizes: int, **options) -> Residual:
     torch.manual_seed(seed)
     return with_uneven_norms(Residual(*sizes, **options), seed)
-
-
-def few_inputs(entry: Entry, count: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """The equilibrium as a function of x and some parameters, as many as finite differences can afford."""
-    function, parameters = function_of(layer_of(entry.make(), stop=Stop(rtol=1e-13, max_steps=500)))
-    chosen = [0, len(parameters) // 2, len(parameters) - 1][:count]
-
-    def of_few(x: Tensor, *values: Tensor) -> Tensor:
-        given = dict(zip(chosen, values, strict=True))
-        return function(x, *(given.get(i, p) for i, p in enumerate(parameters)))
-
-    return of_few, [t.requires_grad_() for t in (entry.x(1), *(parameters[i].clone() for i in chosen))]
-
-
-class DerivativeConformance:
-    """Derivatives in every mode."""
-
-    def test_gradients_of_x_and_of_every_parameter_are_the_dense_ones_to_1e_9(self, entry: Entry) -> None:
-        cell, x = entry.make(), entry.x(2).requires_grad_()
-        inputs = [x, *cell.parameters()]
-        z = layer_of(cell, stop=Stop(rtol=1e-13, max_steps=500))(x)
-        g = random_matrix(*z.shape, seed=4)
-        found = torch.autograd.grad(z, inputs, g)
-        fn = cell.bind(x)
-        exact = exact_equilibrium(fn, z.detach())
-        J = jacrev(fn.detach())(exact).reshape(z.numel(), z.numel())
-        v = torch.linalg.solve(torch.eye(z.numel(), dtype=z.dtype) - J.T, g.flatten()).reshape(z.shape)
-        wanted = torch.autograd.grad(fn(exact), inputs, v)
-        assert max(relative_error(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-9
-        assert all(b.norm() > 1e-9 for b in wanted)
-
-    def test_gradcheck(self, entry: Entry) -> None:
-        function, inputs = few_inputs(entry, 3)
-        assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-
-    def test_gradgradcheck(self, entry: Entry) -> None:
-        function, inputs = few_inputs(entry, 1)
-        assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
-
-    def test_forward_mode_is_the_transpose_of_reverse_mode(self, entry: Entry) -> None:
-        function, parameters = function_of(layer_of(entry.make()))
-        inputs = (entry.x(), *parameters)
-        tangents = tuple(random_matrix(*t.shape, seed=i) for i, t in enumerate(inputs))
-        z, tangent = jvp(function, inputs, tangents)
-        cotangent = random_matrix(*z.shape, seed=99)
-        pulled = torch.func.vjp(function, *inputs)[1](cotangent)
-        backward = sum((t * p).sum() for t, p in zip(tangents, pulled, strict=True))
-        torch.testing.assert_close((cotangent * tangent).sum(), backward, rtol=1e-8, atol=1e-9)
-
-    def test_vmap_and_jacrev_are_the_loop(self, entry: Entry) -> None:
-        layer, xs = layer_of(entry.make()), torch.stack([entry.x(2, seed=i) for i in range(2)])
-        torch.testing.assert_close(vmap(layer)(xs), torch.stack([layer(x) for x in xs]), rtol=1e-9, atol=1e-10)
-        x, w = xs[0, :1], random_matrix(3, *entry.state_shape(), seed=5)
-        rows = jacrev(lambda x: torch.einsum("kcij,cij->k", w, layer(x)[0]))(x)
-        y = x.clone().requires_grad_()
-        wanted = torch.stack([torch.autograd.grad(layer(y), y, v[None])[0] for v in w])
-        torch.testing.assert_close(rows, wanted, rtol=1e-8, atol=1e-9)
-
-    def test_an_ensemble_under_vmap_is_the_loop(self, entry: Entry) -> None:
-        function, parameters = function_of(layer_of(entry.make()))
-        others = [torch.stack([p, 0.9 * p]) for p in parameters]
-        x = entry.x(2)
-        found = vmap(function, in_dims=(None, *[0] * len(others)))(x, *others)
-        wanted = torch.stack([function(x, *(p[i] for p in others)) for i in range(2)])
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
 
 
 SMALL = image_entry("two groups", lambda: block(0, 2, 4, groups=2), (2, 2, 3), (2, 2, 3))
