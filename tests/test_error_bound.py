@@ -1,3 +1,5 @@
+"""error_bound is never below the true distance, and what it certifies does not change by solving further."""
+
 import copy
 import math
 import statistics
@@ -31,9 +33,10 @@ from opteq.cells import (
 from opteq.cells.deep import RegularizedStep
 from opteq.models import Readout
 from opteq.regularizers import HSIC, L1, L2, Incay, Regularizer
+from opteq.solve import CallableMap
 from opteq.solvers import Anderson, Broyden, Newton, Picard
 from opteq.spectral import operator_norm
-from opteq.theory.contraction import in_sequence, rates
+from opteq.theory.contraction import UnknownFactorError, in_sequence, rates
 from opteq.theory.error import ErrorBound, certified_interval, certified_predictions, error_bound
 
 SOLVERS = (Picard(), Anderson(), Broyden(), Newton())
@@ -667,3 +670,8 @@ def test_any_map_that_splits_is_covered() -> None:
     bound, evidence = error_bound(cell, x, z)
     assert torch.allclose(bound, expected, rtol=1e-9)
     assert evidence == "bound"
+
+
+def test_a_layer_of_another_kind_has_no_known_factor():
+    with pytest.raises(UnknownFactorError, match="no Lipschitz constant of a CallableMap is known"):
+        rates(CallableMap(torch.tanh))

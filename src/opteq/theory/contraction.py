@@ -124,8 +124,6 @@ def rates(fn: Map, shape: Sequence[int] | None = None) -> Rates:
         return layer_rates(fn, shape).relaxed(fn.alpha)
     if isinstance(fn, RegularizedStep):
         return _step_rates(fn)
-    if isinstance(fn, ActivationMap):
-        return layer_rates(fn, shape)
     raise UnknownFactorError(f"no Lipschitz constant of a {type(fn).__name__} is known.")
 
 

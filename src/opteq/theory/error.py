@@ -1,4 +1,7 @@
-"""How far is a returned z from the true equilibrium z*, and which predictions can no longer change? A posteriori and rigorous."""
+"""How far is a returned z from the true equilibrium z*, and which predictions can no longer change? A posteriori.
+
+Rigorous in exact arithmetic; for rounding there is an allowance (`rounding`, `_monotone`), generous but not proved.
+"""
 
 import copy
 import math
