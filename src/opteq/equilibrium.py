@@ -4,12 +4,13 @@ import math
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from opteq.checks import all_finite, check_finite, check_floating, check_instanc
 from opteq.gradients import Gradient, Implicit
 from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop
 
-__all__ = ["Cell", "ConvergenceWarning", "Equilibrium", "OnFailure"]
+__all__ = ["Cell", "ConvergenceWarning", "Equilibrium", "Observer", "OnFailure", "observe"]
 
 OnFailure = Literal["warn", "raise", "ignore"]
 
@@ -54,14 +55,39 @@ class Cell(nn.Module, ABC):
         return dtype
 
 
+Observer: TypeAlias = Callable[["Equilibrium", Solution, str], None]
+
+_observers: ContextVar[tuple[Observer, ...]] = ContextVar("opteq_observers", default=())
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Inside, `observer(layer, solution, phase)` is called after every solve of an Equilibrium, and after its backward solves.
+
+    `phase`: "forward", "unrolled" (Unrolled, whose depth is fixed), "backward" or "tangent".
+    Unlike `record`, it keeps nothing and costs nothing: for what runs at every step of a training.
+    """
+    token = _observers.set((*_observers.get(), observer))
+    try:
+        yield
+    finally:
+        _observers.reset(token)
+
+
 @dataclass(frozen=True)
 class _Policy:
-    """Reports failures as `on_failure` says."""
+    """Tells the observers, and reports failures as `on_failure` says."""
 
+    layer: "Equilibrium"
+    observers: tuple[Observer, ...]  # those of the forward solve: its backward may run in another thread
     on_failure: OnFailure
 
     def __call__(self, solution: Solution, phase: str) -> None:
+        for observer in self.observers:
+            observer(self.layer, solution, phase)
         if self.on_failure == "ignore" or solution.status is Status.CONVERGED:
+            return
+        if phase == "unrolled" and solution.status is Status.MAX_STEPS:  # the depth is part of the model
             return
         message = f"Equilibrium, {phase} solve: {solution.explain()}"
         if self.on_failure == "raise":
@@ -168,7 +194,7 @@ class Equilibrium(nn.Module):
             x, start = _set_aside(x, start)
         fn = self.cell.bind(x).to(start.dtype)
         with _refusing_layers(self.cell):
-            return self.gradient.attach(fn, start, self.solver, self.stop, _Policy(self.on_failure))
+            return self.gradient.attach(fn, start, self.solver, self.stop, _Policy(self, _observers.get(), self.on_failure))
 
     def _start(self, x: Tensor, z0: Tensor | None) -> Tensor:
         initial = self.cell.initial(x)

@@ -16,7 +16,7 @@ from opteq.batch import per_sample_like, sound_samples
 from opteq.checks import all_finite, check_instance, check_integer, check_number
 from opteq.convex import ConvexMap
 from opteq.linear import linear_solver
-from opteq.solve import ConvergenceError, Map, Solution, Solver, State, Status, Stop, ValueState, first_value
+from opteq.solve import ConvergenceError, Map, Solution, Solver, State, Stop, ValueState, first_value
 from opteq.solvers import Anderson, Newton, PeacemanRachford, Picard
 from opteq.solvers.splitting import SplitLinear
 from opteq.splitting import SplitMap
@@ -142,15 +142,14 @@ class Unrolled(Gradient):
             z = torch.where(sound, z, z.detach())
             judged_at = torch.where(sound, z, torch.full_like(z, math.nan))
 
-        def report_unless_slow(solution: Solution, phase: str) -> None:
-            if solution.status is not Status.MAX_STEPS:
-                report(solution, phase)
+        def told(solution: Solution, phase: str) -> None:
+            report(solution, "unrolled")
 
         def unrolled(judged: Solution) -> Solution:
             steps = torch.full_like(judged.steps, self.steps)
             return replace(judged, steps=steps, evals=state.evals + judged.evals, trace=None)
 
-        judged = _value(fn, judged_at, _Hold(), replace(stop, max_steps=1), report_unless_slow, unrolled)[0]
+        judged = _value(fn, judged_at, _Hold(), replace(stop, max_steps=1), told, unrolled)[0]
         return replace(unrolled(judged), z=z)
 
 

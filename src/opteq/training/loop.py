@@ -1,0 +1,414 @@
+"""fit: the training loop."""
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from opteq.checks import invalid
+from opteq.data import Augment
+from opteq.equilibrium import ConvergenceWarning, observe
+from opteq.runs import Checkpoint, Run
+from opteq.training.batches import Loader, Plan
+from opteq.training.callbacks import AfterStep, Callback
+from opteq.training.config import OPERATIONAL, TrainConfig, step_size
+from opteq.training.display import display
+from opteq.training.extras import JacobianPenalty, WarmStart
+from opteq.training.modes import set_mode
+from opteq.training.objective import Loss, Objective, Tally, evaluate
+from opteq.training.parts import Samples, alphas, autocast, checked, cuda_devices, fingerprint, make_optimizer
+from opteq.training.processes import World, naming_lost_processes
+from opteq.training.state import (
+    load_optimizer,
+    load_random_state,
+    open_store,
+    optimizer_tensors,
+    prefixed,
+    random_state,
+    within,
+    write_tensors,
+)
+from opteq.training.watch import Norms, Trouble, Watch, nan_gradient, nan_loss, nan_parameter
+
+
+class DivergenceError(RuntimeError):
+    """A training went wrong; `trouble` has the layer and the figure, `step` the step at which it was caught."""
+
+    def __init__(self, message: str, trouble: Trouble, step: int) -> None:
+        super().__init__(message)
+        self.trouble, self.step = trouble, step
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training came to; the model that was given holds the trained weights."""
+
+    steps: int
+    epochs: int
+    seconds: float
+    stopped: str | None  # "patience", or None: it ran to its end
+    rollbacks: int
+    scores: dict[str, float]  # of the last epoch, or the best one with `patience`: train_loss, valid_accuracy, ...
+    history: list[dict[str, Any]] = field(repr=False)  # the rows of metrics
+
+
+def fit(
+    model: nn.Module,
+    train: Any,
+    valid: Any = None,
+    config: TrainConfig | None = None,
+    *,
+    loss: Loss | None = None,
+    ignore: int | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    about: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback | Callable[[int], Any]] = (),
+    verbose: bool = True,
+) -> Result:
+    """Train the model in place on `train`, a Split or (x, y).
+
+    Integer y trains by cross entropy (labels `ignore` left out), floating y by the mean square; `loss(output, y)` is another.
+    `valid`: scored after every epoch. `folder`: a run folder for configuration, metrics and checkpoints; with `resume` the run in
+    it goes on, to the same result as if it had never stopped. `about`: JSON that says what the data and the model are.
+    `callbacks`: Callback objects, or functions of the number of steps made, such as a Monitor.
+    In a process group (torchrun), each process takes its part of every batch. Raises DivergenceError when the training goes wrong.
+    """
+    training = Training(model, train, valid, TrainConfig() if config is None else config, loss, ignore)
+    folder = None if folder is None else Path(folder)
+    if resume and folder is None:
+        raise ValueError(invalid("fit", "folder", "given, to resume the run in it", None))
+    told = [c if isinstance(c, Callback) else AfterStep(c) for c in callbacks] if training.world.first else []
+    with ExitStack() as stack, torch.random.fork_rng(cuda_devices(training.world.device)), warnings.catch_warnings():
+        stack.enter_context(naming_lost_processes())
+        warnings.simplefilter("ignore", ConvergenceWarning)  # the share of converged samples is a metric, and guarded
+        training.open(folder, resume, dict(about or {}))
+        stack.callback(training.close)
+        training.callbacks = [*told, *([display()] if verbose and training.world.first else [])]
+        return training.run()
+
+
+class Training:
+    """One training: its parts and its state. `run` is the loop."""
+
+    def __init__(
+        self, model: nn.Module, train: Any, valid: Any, config: TrainConfig, loss: Loss | None, ignore: int | None
+    ) -> None:
+        self.config, self.model = config, model
+        device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.world = World.here(device)
+        self.objective = Objective(config.label_smoothing, ignore, loss)
+        model.to(device)
+        set_mode(model, config.mode, config.unroll)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError(invalid("fit", "model", "one with parameters to train", "none"))
+        self.dtype = self.parameters[0].dtype
+        self.train, self.valid = self._checked("train", train), None if valid is None else self._checked("valid", valid)
+        if config.patience is not None and valid is None:
+            raise ValueError(invalid("fit", "valid", "given, for patience to look at", None))
+        self.plan = Plan(len(self.train[1]), config.batch_size, config.seed, config.drop_last)
+        self.total = self.plan.per_epoch * config.epochs
+        augment = Augment(crop=config.crop, flip=config.flip)
+        self.loader = Loader(self.plan, *self.train, augment, ignore, self.dtype, self.world)
+        self.optimizer = make_optimizer(self.parameters, config)
+        self.wrapped = self.world.wrap(model)
+        self.ema = (
+            None if config.ema is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True)
+        )
+        self.autocast = autocast(config, device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
+        self.watch, self.norms = Watch.of(model), Norms(model)
+        self.warm = self._warm_start()
+        self.penalty = JacobianPenalty(model) if config.jacobian else None
+        self.step, self.seconds, self.scale, self.rollbacks, self.restored = 0, 0.0, 1.0, 0, -1
+        self.window, self.epoch = Tally(), Tally()
+        self.best: dict[str, Any] = {"value": None, "epoch": 0, "scores": {}}
+        self.best_tensors: dict[str, Tensor] = {}
+        self.scores: dict[str, float] = {}
+        self.stopped: str | None = None
+        self.callbacks: list[Callback] = []
+
+    def _checked(self, name: str, split: Any) -> Samples:
+        return checked(name, split, self.model, self.objective, self.world.device, self.dtype)
+
+    def _warm_start(self) -> WarmStart | None:
+        if not self.config.warm_start:
+            return None
+        if self.world.size > 1:
+            raise ValueError(invalid("fit", "warm_start", "False with several processes, which see other samples each epoch", True))
+        return WarmStart(self.model, self.plan.samples)
+
+    # ---------------------------------------------------------------- the loop
+
+    def run(self) -> Result:
+        """Train to the end, and give the model its final weights."""
+        for callback in self.callbacks:
+            callback.begin(asdict(self.config), self.total)
+        self.model.train()
+        while self.step < self.total and self.stopped is None:
+            begun = time.perf_counter()
+            trouble = self.advance()
+            self.seconds += time.perf_counter() - begun
+            if trouble is not None:
+                self.recover(trouble)
+                continue
+            self.step += 1
+            self.after_step()
+        return self.finish()
+
+    def advance(self) -> Trouble | None:
+        """One step of the optimizer, or what kept it from being made."""
+        rows, x, y, weight = self.loader(self.step)
+        self.watch.clear()
+        with self.looking(rows):
+            output = self.wrapped(x)
+            value, terms = self.objective(output, y)
+        loss, terms = float(value.detach()), terms * weight
+        trouble = (
+            nan_loss(self.model, x, loss) if not math.isfinite(loss) else self.watch.not_converging(self.config.least_converged)
+        )
+        if found := self.agreed(trouble):
+            return found
+        share = terms * self.world.size / max(self.world.sum([terms])[0], 1.0)  # DDP averages over the processes
+        total = value * share if self.penalty is None else value * share + self.config.jacobian * weight * self.penalty.value()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(total).backward()
+        norm = self.gradient_norm()
+        if not math.isfinite(norm) and not self.scaler.is_enabled():  # a scaler skips such a step and scales down
+            return nan_gradient(self.model)
+        self.update()
+        self.window.add(self.objective, output, y, loss, terms, self.watch.total(), norm)
+        self.epoch.add(self.objective, output, y, loss, terms, self.watch.total(), norm)
+        return self.after_update()
+
+    def looking(self, rows: Tensor) -> ExitStack:
+        """The forward pass: autocast, and all that looks at the equilibria or starts them."""
+        stack = ExitStack()
+        stack.enter_context(self.autocast)
+        stack.enter_context(observe(self.watch))
+        if self.warm is not None:
+            stack.enter_context(self.warm.of(rows))
+        if self.penalty is not None:
+            stack.enter_context(self.penalty.watching())
+        return stack
+
+    def gradient_norm(self) -> float:
+        """The norm of the gradient, which is clipped if it is to be."""
+        self.scaler.unscale_(self.optimizer)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        if self.config.clip is not None and math.isfinite(float(norm)):
+            nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
+        return float(norm)
+
+    def update(self) -> None:
+        """Change the weights."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.scale * step_size(self.config, self.step, self.plan.per_epoch)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
+
+    def after_update(self) -> Trouble | None:
+        """Whether the new weights are sound."""
+        if not math.isfinite(float(nn.utils.get_total_norm(self.parameters))) and (found := nan_parameter(self.model)):
+            return found
+        if self.config.norms == "off" or (found := self.norms.step(self.watch.shapes)) is None:
+            return None
+        if self.config.norms == "warn":
+            self.log({"kind": "event", "step": self.step + 1, **asdict(found), "action": "warned"})
+            return None
+        return found
+
+    def agreed(self, trouble: Trouble | None) -> Trouble | None:
+        """The same answer on all processes: the trouble of the first that has any."""
+        if self.world.size == 1 or not self.world.sum([float(trouble is not None)])[0]:
+            return trouble
+        told = self.world.first_message(None if trouble is None else json.dumps(asdict(trouble)))
+        assert told is not None
+        rank, text = told
+        found = json.loads(text)
+        return Trouble(found["what"], found["layer"], found["figure"], f"process {rank}: {found['message']}")
+
+    # ---------------------------------------------------------------- after a step
+
+    def after_step(self) -> None:
+        """Rows of metrics, validation, checkpoints."""
+        for callback in self.callbacks:
+            if row := callback.step(self.step):
+                self.log(row)
+        ends = self.step % self.plan.per_epoch == 0
+        if self.step % self.config.log_every == 0 or ends:
+            self.log({"kind": "step", "step": self.step, **self.position(), **self.window.means(self.world)})
+            self.window = Tally()
+        if ends:
+            self.end_epoch()
+        every = self.config.checkpoint_every or self.plan.per_epoch
+        if self.step % every == 0 or self.step == self.total or self.stopped is not None:
+            self.save()
+
+    def position(self) -> dict[str, float]:
+        """Where we are."""
+        lr = self.scale * step_size(self.config, self.step - 1, self.plan.per_epoch)
+        return {"epoch": self.step / self.plan.per_epoch, "lr": lr, "seconds": round(self.seconds, 3)}
+
+    def end_epoch(self) -> None:
+        """Score the model, log it, and see whether it still gets better."""
+        begun = time.perf_counter()
+        train = self.epoch.means(self.world)
+        scores = {f"train_{name}": train[name] for name in ("loss", "accuracy", "miou") if train.get(name) is not None}
+        if self.valid is not None:
+            judged = self.ema.module if self.ema is not None else self.model
+            found = evaluate(judged, *self.valid, batch_size=self.evaluation_batch(), objective=self.objective, world=self.world)
+            scores |= {f"valid_{name}": value for name, value in found.items()}
+        self.seconds += time.perf_counter() - begun
+        self.scores, self.epoch = scores, Tally()
+        health = {name: train.get(name) for name in ("solver_steps", "backward_steps", "converged")}
+        alpha = {"alpha": learned} if (learned := alphas(self.model)) else {}
+        epoch = self.step // self.plan.per_epoch
+        self.log({"kind": "epoch", "step": self.step, **self.position(), "epoch": epoch, **scores, **health, **alpha})
+        if self.config.patience is not None:
+            self.judge(epoch, scores)
+
+    def evaluation_batch(self) -> int:
+        """Samples of a process at a time."""
+        return max(1, self.config.batch_size // self.world.size)
+
+    def judge(self, epoch: int, scores: dict[str, float]) -> None:
+        """Keep the best weights; stop when it has been too long since."""
+        assert self.config.patience is not None
+        value = scores.get("valid_miou", scores.get("valid_accuracy", -scores["valid_loss"]))
+        if self.best["value"] is None or value > self.best["value"]:
+            self.best = {"value": value, "epoch": epoch, "scores": scores}
+            self.best_tensors = {name: tensor.detach().clone() for name, tensor in self.final_tensors().items()}
+        elif epoch - self.best["epoch"] >= self.config.patience:
+            self.stopped = "patience"
+
+    def final_tensors(self) -> dict[str, Tensor]:
+        """The weights that the training comes to: averaged ones, where they are averaged."""
+        source = self.model if self.ema is None else self.ema.module
+        found: dict[str, Tensor] = source.state_dict()
+        return found
+
+    def finish(self) -> Result:
+        """Give the model its final weights, write them and the result."""
+        final = self.best_tensors or self.final_tensors()
+        scores = self.best["scores"] or self.scores
+        self.model.load_state_dict(final)
+        epochs = self.step // self.plan.per_epoch
+        result = Result(self.step, epochs, self.seconds, self.stopped, self.rollbacks, scores, self.store.metrics())
+        if isinstance(self.store, Run):
+            write_tensors(self.store.folder / "model.safetensors", self.model.state_dict())
+            facts = {"stopped": self.stopped, "steps": self.step, "epochs": epochs, "rollbacks": self.rollbacks}
+            parameters = sum(p.numel() for p in self.model.parameters())
+            self.store.write("result.json", {**facts, "seconds": round(self.seconds, 3), "parameters": parameters, **scores})
+        self.world.meet()
+        for callback in self.callbacks:
+            callback.end(result)
+        return result
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write a row of metrics and tell it."""
+        self.store.log(row)
+        for callback in self.callbacks:
+            callback.row(row)
+
+    # ---------------------------------------------------------------- state
+
+    def open(self, folder: Path | None, resume: bool, about: dict[str, Any]) -> None:
+        """Begin a run or go on with one."""
+        config = {"train": asdict(self.config), **about, "fingerprint": fingerprint(self.model, *self.train, self.world)}
+        self.store = open_store(folder, config, self.config.keep, resume, OPERATIONAL, self.world)
+        checkpoint = self.store.latest() if resume else None
+        if checkpoint is None:
+            torch.manual_seed(self.config.seed + 1_000_003 * self.world.rank)
+            self.save()
+            return
+        self.world.meet()  # all have read it
+        self.store.rewind(checkpoint.step)
+        self.restore(checkpoint)
+
+    def close(self) -> None:
+        """Release the run folder and the loader, whatever happened."""
+        for callback in self.callbacks:
+            callback.close()
+        self.loader.close()
+        self.store.close()
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that the rest depends on."""
+        tensors = prefixed("model", self.model.state_dict()) | prefixed("optimizer", optimizer_tensors(self.optimizer))
+        tensors |= prefixed("random", random_state(self.world)) | prefixed("norms", self.norms.vectors)
+        tensors |= prefixed("best", self.best_tensors)
+        if self.ema is not None:
+            tensors |= prefixed("ema", self.ema.state_dict())
+        if self.warm is not None and self.warm.states is not None:
+            tensors["warm.states"] = self.warm.states
+        state = {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "window": asdict(self.window),
+            "epoch": asdict(self.epoch),
+            "passed": sorted(self.norms.passed),
+            "scaler": self.scaler.state_dict(),
+        }
+        self.store.save(Checkpoint(self.step, tensors, state))
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Everything as it was when the checkpoint was saved."""
+        tensors, state = checkpoint.tensors, checkpoint.state
+        self.step = checkpoint.step
+        self.model.load_state_dict(within("model", tensors))
+        load_optimizer(self.optimizer, within("optimizer", tensors))
+        load_random_state(within("random", tensors), self.world)
+        self.norms.vectors = {name: v.to(self.world.device) for name, v in within("norms", tensors).items()}
+        self.norms.passed = set(state["passed"])
+        self.best_tensors = {name: tensor.clone() for name, tensor in within("best", tensors).items()}
+        if self.ema is not None:
+            self.ema.load_state_dict(within("ema", tensors))
+        if self.warm is not None:
+            self.warm.states = tensors["warm.states"].clone() if "warm.states" in tensors else None
+        for name in _PLAIN:
+            setattr(self, name, state[name])
+        self.window, self.epoch = Tally.restored(state["window"]), Tally.restored(state["epoch"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+
+    def recover(self, trouble: Trouble) -> None:
+        """Go back to the last good checkpoint with a smaller step size, or stop."""
+        event = {"kind": "event", "step": self.step, "epoch": self.step / self.plan.per_epoch, **asdict(trouble)}
+        at = f"step {self.step} (epoch {self.step / self.plan.per_epoch:.2f})"
+        if self.config.on_divergence == "stop" or self.rollbacks >= self.config.rollbacks:
+            tried = f" after {self.rollbacks} roll-backs" if self.rollbacks else ""
+            self.log({**event, "action": "stopped"})
+            step, last = self.step, self.store.latest()
+            if last is not None:
+                self.restore(last)
+            back = f"The model has the weights of step {self.step} again."
+            raise DivergenceError(f"Training stopped at {at}{tried}: {trouble.message} {back}", trouble, step)
+        steps = self.store.steps()
+        at_fault = self.step if trouble.what in _BEFORE_UPDATE else None  # a checkpoint of these very weights is no good
+        again = steps[-1] in (self.restored, at_fault) and len(steps) > 1  # nor is one that has led here before
+        target = self.store.load(steps[-2] if again else steps[-1])
+        self.world.meet()  # all have read it
+        scale, rollbacks, seconds = self.scale * self.config.shrink, self.rollbacks + 1, self.seconds
+        self.store.rewind(target.step)
+        self.restore(target)
+        self.scale, self.rollbacks, self.seconds, self.restored = scale, rollbacks, seconds, target.step
+        self.save()
+        message = f"{trouble.message} Back from {at} to step {target.step}, step size times {self.scale:g}."
+        self.log({**event, "step": target.step, "from": event["step"], "message": message, "action": "rolled back"})
+
+
+_BEFORE_UPDATE = ("nan_loss", "nan_gradient", "not_converging")
+_PLAIN = ("seconds", "scale", "rollbacks", "restored", "best", "scores", "stopped")

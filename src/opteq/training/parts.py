@@ -1,0 +1,100 @@
+"""The parts that a training is made of, and a look at what it is given."""
+
+import hashlib
+import json
+import warnings
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from opteq.cells.optimization import OptEqCell
+from opteq.checks import all_finite, invalid
+from opteq.equilibrium import ConvergenceWarning
+from opteq.training.config import TrainConfig
+from opteq.training.objective import Batches, Objective, check_labels
+from opteq.training.processes import World
+
+Samples: TypeAlias = tuple[Batches, Tensor]
+
+
+def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of a configuration; its step size is set at every step."""
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def autocast(config: TrainConfig, device: torch.device) -> Any:
+    """The context of a forward pass in the precision of a configuration."""
+    if config.precision == "float32":
+        return nullcontext()
+    if config.precision == "float16" and device.type != "cuda":
+        raise ValueError(invalid("fit", "precision", "'float32' or 'bfloat16' without a GPU", config.precision))
+    return torch.autocast(device.type, dtype=getattr(torch, config.precision))
+
+
+def alphas(model: nn.Module) -> list[float]:
+    """The learnable alpha of each layer, in order."""
+    found = (part.alpha for part in model.modules() if isinstance(part, OptEqCell))
+    return [float(alpha.detach()) for alpha in found if isinstance(alpha, Tensor)]
+
+
+def averaged(model: nn.Module, decay: float) -> AveragedModel:
+    """The exponential moving average of a model's weights and buffers."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+
+
+def checked(name: str, split: Any, model: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> Samples:
+    """x and y, after a look at their values and at what the model makes of two samples."""
+    x, y = split
+    if not isinstance(y, Tensor) or len(x) != len(y) or not len(y):
+        raise ValueError(invalid("fit", name, "samples x with as many targets y, not none", f"{len(x)} and {len(y)}"))
+    y = y.to(dtype) if y.is_floating_point() else y.long()
+    if isinstance(x, Tensor):
+        if not x.is_floating_point():
+            raise TypeError(invalid("fit", name, "floating-point x", x.dtype))
+        if not all_finite(x):
+            bad = int((~x.flatten(1).isfinite().all(1)).nonzero()[0])
+            raise ValueError(invalid("fit", name, "finite", f"NaN or infinity in sample {bad}"))
+    output = _probe(name, x[torch.arange(min(2, len(y)))].to(device, dtype), model)
+    objective.check(output, y[:2])
+    if objective.own is None:
+        check_labels("fit", y, output.shape[1] if output.ndim > 1 else 0, objective.ignore)
+    return x, y
+
+
+def _probe(name: str, x: Tensor, model: nn.Module) -> Tensor:
+    """The output for x; random numbers and the model's mode are left as they were."""
+    was = model.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng(cuda_devices(x.device)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            output: Tensor = model.eval()(x)
+    except (RuntimeError, ValueError, TypeError) as error:
+        shape = list(x.shape[1:])
+        raise ValueError(f"The model cannot take the samples of '{name}', of shape {shape}: {error}") from error
+    finally:
+        model.train(was)
+    return output
+
+
+def cuda_devices(device: torch.device) -> list[torch.device]:
+    """The devices other than the CPU whose random numbers are used."""
+    return [device] if device.type == "cuda" else []
+
+
+def fingerprint(model: nn.Module, x: Batches, y: Tensor, world: World) -> dict[str, Any]:
+    """What tells another model, other data or another number of processes from those of a run."""
+    shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
+    digest = hashlib.sha256()
+    for tensor in (y, x[torch.linspace(0, len(y) - 1, min(len(y), 16)).long()]):
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return {
+        "model": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
+        "data": f"{len(y)} samples, {digest.hexdigest()[:16]}",
+        "processes": world.size,
+    }
