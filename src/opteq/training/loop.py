@@ -37,7 +37,7 @@ from opteq.training.state import (
     within,
     write_tensors,
 )
-from opteq.training.watch import Norms, Trouble, Watch, nan_gradient, nan_loss, nan_parameter
+from opteq.training.watch import Health, Norms, Trouble, Watch, nan_gradient, nan_loss, nan_parameter
 
 
 class DivergenceError(RuntimeError):
@@ -187,8 +187,9 @@ class Training:
         if not math.isfinite(norm) and not self.scaler.is_enabled():  # a scaler skips such a step and scales down
             return nan_gradient(self.model)
         self.update()
-        self.window.add(self.objective, output, y, loss, terms, self.watch.total(), norm)
-        self.epoch.add(self.objective, output, y, loss, terms, self.watch.total(), norm)
+        health = self.watch.total() if weight else Health()
+        for tally in (self.window, self.epoch):
+            tally.add(self.objective, output, y, loss, terms, health, norm)
         return self.after_update()
 
     def looking(self, rows: Tensor) -> ExitStack:
@@ -348,6 +349,7 @@ class Training:
 
     def save(self) -> None:
         """Write a checkpoint of everything that the rest depends on."""
+        self.window, self.epoch = self.window.gathered(self.world), self.epoch.gathered(self.world)
         tensors = prefixed("model", self.model.state_dict()) | prefixed("optimizer", optimizer_tensors(self.optimizer))
         tensors |= prefixed("random", random_state(self.world)) | prefixed("norms", self.norms.vectors)
         tensors |= prefixed("best", self.best_tensors)
@@ -380,7 +382,7 @@ class Training:
             self.warm.states = tensors["warm.states"].clone() if "warm.states" in tensors else None
         for name in _PLAIN:
             setattr(self, name, state[name])
-        self.window, self.epoch = Tally.restored(state["window"]), Tally.restored(state["epoch"])
+        self.window, self.epoch = (Tally.restored(state[name], self.world) for name in ("window", "epoch"))
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
 

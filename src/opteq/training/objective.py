@@ -120,9 +120,10 @@ class Tally:
     steps: int = 0
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> "Tally":
-        """From asdict."""
-        return cls(Score(**state["score"]), Health(**state["health"]), state["norms"], state["steps"])
+    def restored(cls, state: Mapping[str, Any], world: World) -> "Tally":
+        """From asdict of a gathered one."""
+        found = cls(Score(**state["score"]), Health(**state["health"]), state["norms"], state["steps"])
+        return found if world.first else cls(norms=found.norms, steps=found.steps)
 
     def add(self, objective: Objective, output: Tensor, y: Tensor, loss: float, terms: float, health: Health, norm: float) -> None:
         """Take one step in."""
@@ -131,6 +132,12 @@ class Tally:
         self.health.add(health)
         self.norms += norm
         self.steps += 1
+
+    def gathered(self, world: World) -> "Tally":
+        """The same sums over all processes, held by the first of them alone: what a checkpoint can keep."""
+        health = Health(*world.sum(list(vars(self.health).values())))
+        score = self.score.summed(world)
+        return Tally(score, health, self.norms, self.steps) if world.first else Tally(norms=self.norms, steps=self.steps)
 
     def means(self, world: World) -> dict[str, Any]:
         """Over the steps and the processes."""
