@@ -126,7 +126,7 @@ def step_size(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
     """The step size of step 0, 1, ...: a function of the step alone, so that a resumed run has nothing to restore."""
     total, lr = config.epochs * steps_per_epoch, config.lr
     if config.schedule == "onecycle":
-        return lr * _one_cycle(step / max(1, total - 1))
+        return lr * _one_cycle(step, total)
     warmup = config.warmup * steps_per_epoch
     if step < warmup:
         return lr * (step + 1) / (math.floor(warmup) + 1)
@@ -138,8 +138,8 @@ def step_size(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
     return float(lr * (1 - t) ** config.power) if config.schedule == "poly" else lr
 
 
-def _one_cycle(t: float, *, up: float = 0.3, begin: float = 1 / 25, end: float = 1e-5) -> float:
-    """From `begin` to 1 by a cosine in the first `up` of the time, then to `end` by another."""
-    if t < up:
-        return 1 + (begin - 1) * (1 + math.cos(math.pi * t / up)) / 2
-    return end + (1 - end) * (1 + math.cos(math.pi * (t - up) / (1 - up))) / 2
+def _one_cycle(step: int, total: int, *, up: float = 0.3, begin: float = 1 / 25, end: float = 1e-5) -> float:
+    """From `begin` to 1 by a cosine in the first `up` of the steps, then to `end` by another, as PyTorch's OneCycleLR."""
+    top = max(up * total - 1, 1e-9)
+    low, t = (begin, 1 - step / top) if step <= top else (end, (step - top) / (total - 1 - top))
+    return low + (1 - low) * (1 + math.cos(math.pi * t)) / 2

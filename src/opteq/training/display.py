@@ -96,7 +96,9 @@ class Bar(Callback):
         elif row["kind"] == "epoch":
             self.progress.console.print(f"epoch {row['epoch']}: {summary(row)}", highlight=False, markup=False)
         elif row["kind"] == "event":
-            self.progress.console.print(f"step {row['step']}: {row['action']}: {row['message']}", style="bold red", markup=False)
+            self.progress.console.print(
+                f"step {row['step']}: {row['action']}: {row['message']}", style="red", markup=False, highlight=False
+            )
 
     def close(self) -> None:
         self.progress.stop()

@@ -37,7 +37,7 @@ from opteq.training.state import (
     within,
     write_tensors,
 )
-from opteq.training.watch import Health, Norms, Trouble, Watch, nan_gradient, nan_loss, nan_parameter
+from opteq.training.watch import Health, Norms, Trouble, Watch, nan_gradient, nan_loss, nan_parameter, nan_state
 
 
 class DivergenceError(RuntimeError):
@@ -174,13 +174,10 @@ class Training:
             output = self.wrapped(x)
             value, terms = self.objective(output, y)
         loss, terms = float(value.detach()), terms * weight
-        trouble = (
-            nan_loss(self.model, x, loss) if not math.isfinite(loss) else self.watch.not_converging(self.config.least_converged)
-        )
-        if found := self.agreed(trouble):
+        if found := self.agreed(self.after_forward(x, loss)):
             return found
         share = terms * self.world.size / max(self.world.sum([terms])[0], 1.0)  # DDP averages over the processes
-        total = value * share if self.penalty is None else value * share + self.config.jacobian * weight * self.penalty.value()
+        total = value * share if self.penalty is None else (value + self.config.jacobian * self.penalty.value()) * share
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(total).backward()
         norm = self.gradient_norm()
@@ -191,6 +188,14 @@ class Training:
         for tally in (self.window, self.epoch):
             tally.add(self.objective, output, y, loss, terms, health, norm)
         return self.after_update()
+
+    def after_forward(self, x: Tensor, loss: float) -> Trouble | None:
+        """Whether the loss and the equilibria are sound."""
+        if not math.isfinite(loss):
+            return nan_loss(self.model, x, loss)
+        if (bad := self.watch.nonfinite()) is not None:
+            return nan_state(self.model, x, *bad)
+        return self.watch.not_converging(self.config.least_converged)
 
     def looking(self, rows: Tensor) -> ExitStack:
         """The forward pass: autocast, and all that looks at the equilibria or starts them."""
@@ -404,7 +409,10 @@ class Training:
         target = self.store.load(steps[-2] if again else steps[-1])
         self.world.meet()  # all have read it
         scale, rollbacks, seconds = self.scale * self.config.shrink, self.rollbacks + 1, self.seconds
+        events = [row for row in self.store.metrics() if row["kind"] == "event" and row["step"] > target.step]
         self.store.rewind(target.step)
+        for row in events:  # what happened stays known
+            self.store.log({**row, "step": target.step, "from": row.get("from", row["step"])})
         self.restore(target)
         self.scale, self.rollbacks, self.seconds, self.restored = scale, rollbacks, seconds, target.step
         self.save()
@@ -412,5 +420,5 @@ class Training:
         self.log({**event, "step": target.step, "from": event["step"], "message": message, "action": "rolled back"})
 
 
-_BEFORE_UPDATE = ("nan_loss", "nan_gradient", "not_converging")
+_BEFORE_UPDATE = ("nan_loss", "nan_state", "nan_gradient", "not_converging")
 _PLAIN = ("seconds", "scale", "rollbacks", "restored", "best", "scores", "stopped")

@@ -157,13 +157,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss, accuracy and solver health of the model, in eval mode, on the samples x, y; the model is left as it was."""
     objective = Objective() if objective is None else objective
-    world = World(device=next(model.parameters(), torch.empty(0)).device) if world is None else world
+    like = next(model.parameters(), torch.empty(0))
+    world = World(device=like.device) if world is None else world
     score, watch, training = Score(), Watch.of(model), model.training
     model.eval()
     try:
         with observe(watch):
             for rows in world.share(torch.arange(len(y))).split(batch_size):
-                given, wanted = x[rows].to(world.device), y[rows].to(world.device)
+                given, wanted = x[rows].to(like), y[rows].to(world.device)
                 output = model(given)
                 loss, terms = objective(output, wanted)
                 score.add(objective, output, wanted, float(loss), terms)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from opteq.autograd import finite
 from opteq.cells import GaussianDEQ, ScaledReLU
 from opteq.cells.optimization import OptEqCell
 from opteq.checks import all_finite
@@ -19,7 +20,7 @@ from opteq.solve import Solution
 class Trouble:
     """What went wrong at a step, in which layer, by which figure."""
 
-    what: str  # nan_loss, nan_gradient, nan_parameter, not_converging, norm
+    what: str  # nan_loss, nan_state, nan_gradient, nan_parameter, not_converging, norm
     layer: str
     figure: float
     message: str  # a sentence with the layer, the figure and the remedy
@@ -34,6 +35,7 @@ class Health:
     steps: float = 0.0
     backward_samples: float = 0.0
     backward_steps: float = 0.0
+    nonfinite: float = 0.0
 
     def add(self, other: "Health") -> None:
         """Take the other's sums in."""
@@ -74,7 +76,8 @@ class Watch:
             return
         fixed_depth = phase == "unrolled"  # there, a residual above the tolerance is no failure
         done = solution.z.flatten(1).isfinite().all(1) if fixed_depth else solution.converged
-        health.add(Health(samples, float(done.sum()), steps))
+        bad = float((~finite(solution.codes)).sum())
+        health.add(Health(samples, float(done.sum()), steps, nonfinite=bad))
         self.shapes[name] = solution.z.shape[1:]
 
     def clear(self) -> None:
@@ -87,6 +90,10 @@ class Watch:
         for health in self.layers.values():
             whole.add(health)
         return whole
+
+    def nonfinite(self) -> tuple[str, float] | None:
+        """The first layer with samples that met NaN or infinity, and how many."""
+        return next(((name, health.nonfinite) for name, health in self.layers.items() if health.nonfinite), None)
 
     def not_converging(self, least: float) -> Trouble | None:
         """The first layer in which fewer than the share `least` of the samples converged."""
@@ -126,10 +133,10 @@ class _Weight:
 
 
 class Norms:
-    """Lower bounds of the norms of the weights, by one power iteration a step and weight, continued from step to step.
+    """Lower bounds of the norms of the weights, by two power iterations a step and weight, continued from step to step.
 
-    A bound never exceeds the norm, so a limit that it passes is passed; it follows slow changes closely at the cost of one
-    application of W to one sample.
+    A bound never exceeds the norm, so a limit that it passes is passed; it follows slow changes closely at the cost of
+    two applications of W to one sample.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -159,8 +166,10 @@ class Norms:
         if v is None or tuple(v.shape[1:]) != shape:
             like = next(weight.cell.parameters())
             v = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(like)
-        image = W(v / torch.linalg.vector_norm(v))
-        self.vectors[weight.name] = W.adjoint(image)
+        for _ in range(2):  # after a sudden change, the first only turns the vector
+            image = W(v / torch.linalg.vector_norm(v))
+            v = W.adjoint(image)
+        self.vectors[weight.name] = v
         return float(torch.linalg.vector_norm(image))
 
 
@@ -186,13 +195,22 @@ def _passed(weight: _Weight, norm: float) -> Trouble:
     return Trouble("norm", name, norm, f"{weight.excess(norm)} in layer '{name}': {remedy}")
 
 
+_REMEDY = "(a) lower lr, (b) clip the gradient, (c) keep the weights well-posed (constrained=True)."
+
+
 def nan_loss(model: nn.Module, x: Tensor, value: float) -> Trouble:
     """Where a loss that is not finite came from: the first parameter, or else the first module, that is not finite."""
     found = nan_parameter(model) or _first_output(copy.deepcopy(model), x)
-    cause = "the loss itself, whose inputs are finite" if found is None else found.message
-    layer = "" if found is None else found.layer
-    remedy = "(a) lower lr, (b) clip the gradient, (c) keep the weights well-posed (constrained=True)."
-    return Trouble("nan_loss", layer, value, f"the loss is {value:g}; it began in {cause}. {remedy}")
+    layer, cause = ("", "the loss itself, whose inputs are finite") if found is None else (found.layer, found.message)
+    return Trouble("nan_loss", layer, value, f"the loss is {value:g}; it began in {cause}. {_REMEDY}")
+
+
+def nan_state(model: nn.Module, x: Tensor, name: str, samples: float) -> Trouble:
+    """Where the NaN or infinity that an equilibrium met came from: a module before it, or its own iteration."""
+    found = nan_parameter(model) or _first_output(copy.deepcopy(model), x)
+    layer, cause = (name, "its own iteration") if found is None else (found.layer, found.message)
+    message = f"{samples:.0f} samples met NaN or infinity in layer '{name}'; it began in {cause}. {_REMEDY}"
+    return Trouble("nan_state", layer, samples, message)
 
 
 def nan_parameter(model: nn.Module) -> Trouble | None:

@@ -1,0 +1,788 @@
+"""fit: what it computes, step by step, against independent computations; what it refuses; what it guards against."""
+
+import io
+import math
+import re
+import warnings
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from opteq import Equilibrium, Stop
+from opteq.cells import ConvOptEq, DeepOptEq, FunctionCell, GaussianDEQ, Monotone, OptEq, ScaledReLU
+from opteq.equilibrium import observe
+from opteq.gradients import Implicit, Unrolled
+from opteq.models import Readout
+from opteq.regularizers import L2
+from opteq.runs import Run, RunError
+from opteq.solvers import SAM
+from opteq.theory.certificates import Monitor
+from opteq.training import Callback, DivergenceError, Objective, TensorBoard, TrainConfig, evaluate, fit, set_mode, step_size
+from opteq.training.display import Bar, Lines, display, summary
+from opteq.training.extras import JacobianPenalty, WarmStart
+from opteq.training.objective import Score
+from opteq.training.watch import Norms, Watch
+
+SGD = TrainConfig(epochs=2, batch_size=10, optimizer="sgd", momentum=0.0, lr=0.1, schedule="constant", norms="off")
+
+
+def data(n: int = 30) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 4, generator=generator)
+    return x, (x[:, 0] > 0).long()
+
+
+def make_model(dtype: torch.dtype = torch.float32, **options) -> nn.Sequential:
+    torch.manual_seed(0)
+    layer = Equilibrium(OptEq(5, 6, 7, **options), stop=Stop(rtol=1e-6))
+    return nn.Sequential(nn.Linear(4, 5), layer, nn.Linear(6, 2)).to(dtype)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+class Collect(Callback):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rows, self.steps, self.told = [], [], []
+
+    def begin(self, config, total) -> None:
+        self.told.append(("begin", total))
+
+    def step(self, step: int) -> None:
+        self.steps.append(step)
+
+    def row(self, row) -> None:
+        self.rows.append(dict(row))
+
+    def end(self, result) -> None:
+        self.told.append(("end", result.steps))
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+# ---------------------------------------------------------------- what a step is
+
+
+def by_hand(model: nn.Module, x: Tensor, y: Tensor, order: list[Tensor], lr: float) -> None:
+    for rows in order:
+        loss = cross_entropy(model(x[rows]), y[rows])
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter -= lr * grad
+
+
+def test_fit_is_gradient_descent_on_batches_that_cover_each_epoch_once():
+    x, y = data(25)
+    seen: list[Tensor] = []
+
+    class Spy(nn.Module):
+        def forward(self, given: Tensor) -> Tensor:
+            if self.training and torch.is_grad_enabled():
+                seen.append(torch.stack([(x == row).all(1).nonzero()[0, 0] for row in given]))
+            return given
+
+    model, copy = make_model(), make_model()
+    fit(nn.Sequential(Spy(), model), (x, y), None, SGD, verbose=False)
+    assert [len(rows) for rows in seen] == [10, 10, 5, 10, 10, 5]
+    first, second = torch.cat(seen[:3]), torch.cat(seen[3:])
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(25))
+    assert first.tolist() != second.tolist()
+    by_hand(copy, x, y, seen, SGD.lr)
+    torch.testing.assert_close(weights(model), weights(copy), rtol=1e-5, atol=1e-6)
+
+
+def test_drop_last_leaves_out_the_small_batch_of_each_epoch():
+    result = fit(make_model(), data(25), None, replace(SGD, drop_last=True), verbose=False)
+    assert result.steps == 4
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_optimizer_clipping_decay_and_smoothing_are_pytorch_s(name):
+    x, y = data(10)
+    config = replace(SGD, optimizer=name, epochs=6, momentum=0.9, weight_decay=0.01, clip=0.05, label_smoothing=0.1, lr=0.02)
+    model, copy = make_model(torch.float64), make_model(torch.float64)
+    fit(model, (x, y), None, config, verbose=False)
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    options = {"momentum": 0.9} if name == "sgd" else {}
+    optimizer = kind(copy.parameters(), lr=0.02, weight_decay=0.01, **options)
+    for _ in range(6):
+        optimizer.zero_grad()
+        cross_entropy(copy(x.double()), y, label_smoothing=0.1).backward()
+        nn.utils.clip_grad_norm_(copy.parameters(), 0.05)
+        optimizer.step()
+    torch.testing.assert_close(weights(model), weights(copy), rtol=1e-6, atol=1e-8)
+
+
+def test_the_average_of_weights_is_what_the_model_ends_with():
+    x, y = data(10)
+    config = replace(SGD, epochs=4, ema=0.8)
+    model, copy = make_model(torch.float64), make_model(torch.float64)
+    averages: list[Tensor] = []
+    for _ in range(4):
+        by_hand(copy, x.double(), y, [torch.arange(10)], SGD.lr)
+        now = weights(copy)
+        averages = now if not averages else [0.8 * a + 0.2 * w for a, w in zip(averages, now, strict=True)]
+    result = fit(model, (x, y), (x, y), config, verbose=False)
+    torch.testing.assert_close(weights(model), averages, rtol=1e-6, atol=1e-8)
+    assert result.scores["valid_loss"] == pytest.approx(cross_entropy(model(x.double()), y).item(), rel=1e-6)
+
+
+def test_floating_targets_are_regression_and_any_loss_may_be_given():
+    x, _ = data(10)
+    y = x[:, :2].clone()
+    one, two = make_model(), make_model()
+    fit(one, (x, y), None, SGD, verbose=False)
+    fit(two, (x, y), None, SGD, loss=lambda output, y: (output - y).square().mean(), verbose=False)
+    assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(two), strict=True))
+    result = fit(one, (x, y), (x, y), replace(SGD, epochs=60), verbose=False)
+    assert result.scores["valid_loss"] < 0.5 * result.history[0]["loss"]
+    assert "valid_accuracy" not in result.scores
+
+
+def test_a_run_without_a_folder_and_one_with_it_are_the_same(tmp_path):
+    one, two = make_model(), make_model()
+    first = fit(one, data(), data(), SGD, verbose=False)
+    second = fit(two, data(), data(), SGD, folder=tmp_path / "run", verbose=False)
+    assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(two), strict=True))
+    assert first.scores == second.scores
+    assert Run.read(tmp_path / "run").metrics() == second.history
+
+
+def test_training_does_not_touch_the_caller_s_random_numbers():
+    model = nn.Sequential(nn.Dropout(0.5), make_model())
+    state = torch.get_rng_state()
+    fit(model, data(), None, SGD, verbose=False)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def torch_schedule(config: TrainConfig, per_epoch: int, make) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
+    schedule, found = make(optimizer), []
+    for _ in range(config.epochs * per_epoch):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("constant", lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0)),
+        ("step", lambda o: torch.optim.lr_scheduler.StepLR(o, 2 * 7, 0.7)),
+        ("cosine", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5 * 7)),
+        ("poly", lambda o: torch.optim.lr_scheduler.PolynomialLR(o, 5 * 7, 0.9)),
+        ("onecycle", lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.3, 5 * 7, final_div_factor=1e5 / 25)),
+    ],
+)
+def test_schedules_are_pytorch_s(name, make):
+    config = TrainConfig(epochs=5, lr=0.3, schedule=name, decay_every=2)
+    found = [step_size(config, step, 7) for step in range(35)]
+    assert found == pytest.approx(torch_schedule(config, 7, make), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "poly"])
+def test_warmup_grows_linearly_to_the_step_size(name):
+    config = TrainConfig(epochs=5, lr=0.3, schedule=name, warmup=1.5)
+    found = [step_size(config, step, 10) for step in range(50)]
+    assert found[:15] == pytest.approx([0.3 * (k + 1) / 16 for k in range(15)])
+    assert found[15] == pytest.approx(0.3)
+    assert all(a >= b for a, b in pairwise(found[15:]))
+
+
+# ---------------------------------------------------------------- modes and options
+
+
+def test_the_three_modes_of_algorithm_1():
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Equilibrium(DeepOptEq([OptEq(4, 5, 6)], regularizer=L2(), gamma=0.2)), nn.Linear(5, 2))
+
+    implicit, unrolled, sam = (model() for _ in range(3))
+    for made, mode in ((implicit, "implicit"), (unrolled, "unrolled"), (sam, "sam")):
+        fit(made, data(), None, replace(SGD, mode=mode, unroll=3), verbose=False)
+    assert isinstance(implicit[0].gradient, Implicit)
+    assert unrolled[0].gradient == Unrolled(3)
+    assert unrolled[0].solver is None
+    assert unrolled[0].cell.regularizer is not None
+    assert sam[0].gradient == Unrolled(3)
+    assert isinstance(sam[0].solver, SAM)
+    assert sam[0].cell.regularizer is None
+    found = [weights(made)[0] for made in (implicit, unrolled, sam)]
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+    again = sam[0].solver
+    set_mode(sam, "sam", 4)
+    assert sam[0].solver is again
+    with pytest.raises(ValueError, match="mode='sam' needs a DeepOptEq with a regularizer"):
+        set_mode(make_model(), "sam", 3)
+    with pytest.raises(ValueError, match="the model has none"):
+        set_mode(nn.Linear(2, 2), "implicit", 3)
+
+
+def test_warm_starts_begin_where_the_sample_ended_and_save_steps():
+    cold, warm = make_model(), make_model()
+    config = replace(SGD, epochs=6, lr=1e-4)
+    without = fit(cold, data(), None, config, verbose=False).history
+    result = fit(warm, data(), None, replace(config, warm_start=True), verbose=False).history
+    assert without[0]["solver_steps"] == result[0]["solver_steps"]
+    last = [[row for row in rows if row["kind"] == "epoch"][-1]["solver_steps"] for rows in (without, result)]
+    assert last[1] < last[0]
+
+
+def test_a_warm_start_hands_each_sample_its_own_state():
+    model = make_model()
+    warm, starts = WarmStart(model, 30), []
+    model[1].solve = lambda x, z0=None, real=model[1].solve: (starts.append(z0), real(x, z0))[1]
+    x, _ = data()
+    with torch.no_grad():
+        with warm.of(torch.tensor([3, 5])):
+            z = model[1](model[0](x[[3, 5]]))
+        with warm.of(torch.tensor([5, 9])):
+            model[1](model[0](x[[5, 9]]))
+    assert starts[0] is None
+    assert torch.equal(starts[1], torch.stack([z[1], torch.zeros(6)]))
+    assert torch.equal(warm.states[3], z[0])
+    assert not model[1]._forward_hooks
+    with pytest.raises(ValueError, match=r"a model with one Equilibrium\. Got one with 0"):
+        WarmStart(nn.Linear(2, 2), 3)
+
+
+def test_the_jacobian_penalty_estimates_the_frobenius_norm():
+    model = make_model(torch.float64)
+    x = data()[0][:3].double()
+    penalty = JacobianPenalty(model)
+    with penalty.watching():
+        model(x)
+    inputs = model[0](x)
+    solved = model[1].solve(inputs)
+    fn = model[1].cell.bind(inputs)
+    dense = torch.autograd.functional.jacobian(lambda z: fn(z).sum(0), solved.z)  # [6, 3, 6]
+    wanted = float(dense.square().sum() / (3 * 6))
+    torch.manual_seed(0)
+    draws = torch.stack([penalty.value().detach() for _ in range(3000)])
+    assert float(draws.mean()) == pytest.approx(wanted, rel=0.05)
+    penalty.value().backward()
+    assert model[1].cell.W.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="the model has no Equilibrium"):
+        JacobianPenalty(nn.Linear(2, 2))
+
+
+def test_the_jacobian_penalty_shrinks_the_jacobian():
+    plain, held = make_model(), make_model()
+    config = replace(SGD, epochs=10)
+    fit(plain, data(), None, config, verbose=False)
+    fit(held, data(), None, replace(config, jacobian=100.0), verbose=False)
+    assert torch.linalg.matrix_norm(held[1].cell.W, 2) < 0.75 * torch.linalg.matrix_norm(plain[1].cell.W, 2)
+
+
+def test_learnable_alphas_are_among_the_metrics():
+    torch.manual_seed(0)
+    cell = DeepOptEq([OptEq(4, 5, 6, alpha=0.8), OptEq(4, 5, 6, alpha=0.5)], learn_alpha=True)
+    result = fit(nn.Sequential(Equilibrium(cell), nn.Linear(5, 2)), data(), None, SGD, verbose=False)
+    epochs = [row for row in result.history if row["kind"] == "epoch"]
+    assert epochs[-1]["alpha"] == [float(layer.alpha.detach()) for layer in cell.layers]
+    assert epochs[0]["alpha"] != epochs[1]["alpha"]
+
+
+def test_early_stopping_keeps_the_best_weights():
+    x, y = data()
+    model, seen = make_model(), {}
+
+    class Spoil(Callback):
+        """After the third epoch, every step makes the model worse."""
+
+        def row(self, row) -> None:
+            if row["kind"] == "epoch":
+                seen[row["epoch"]] = weights(model)
+                if row["epoch"] >= 3:
+                    with torch.no_grad():
+                        model[2].weight.neg_()
+
+    result = fit(model, (x, y), (x, y), replace(SGD, epochs=20, patience=2), callbacks=[Spoil()], verbose=False)
+    scores = {row["epoch"]: row["valid_accuracy"] for row in result.history if row["kind"] == "epoch"}
+    best = max(scores, key=lambda epoch: (scores[epoch], -epoch))
+    assert result.stopped == "patience"
+    assert result.epochs == best + 2
+    assert result.scores["valid_accuracy"] == scores[best]
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), seen[best], strict=True))
+
+
+def test_half_precision_needs_a_gpu():
+    with pytest.raises(ValueError, match="'precision' parameter of fit must be 'float32' or 'bfloat16' without a GPU"):
+        fit(make_model(), data(), None, replace(SGD, precision="float16", device="cpu"), verbose=False)
+
+
+def test_augmentation_moves_images_and_their_label_maps_alike():
+    x = torch.rand(8, 1, 6, 6)
+    y = (x[:, 0] > 0.5).long()
+    seen = []
+
+    class Judge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([0.5 - x, x - 0.5], 1) * 100 * self.scale
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        seen.append((output.detach(), y))
+        return output.square().mean() * 0 + output.sum() * 0
+
+    fit(Judge(), (x, y), None, replace(SGD, crop=2, flip=True, epochs=1), loss=loss, ignore=7, verbose=False)
+    output, moved = seen[0]
+    inside = moved != 7
+    assert int((~inside).sum()) > 0
+    assert torch.equal((output.argmax(1) == 1)[inside], moved[inside].bool())
+
+
+# ---------------------------------------------------------------- scores
+
+
+def test_scores_of_label_maps_equal_a_count_by_hand():
+    torch.manual_seed(0)
+    output, y = torch.randn(4, 3, 5, 5), torch.randint(0, 3, (4, 5, 5))
+    y[0, :2] = 9
+    objective, score = Objective(ignore=9), Score()
+    for rows in (slice(0, 1), slice(1, 4)):
+        loss, terms = objective(output[rows], y[rows])
+        score.add(objective, output[rows], y[rows], float(loss), terms)
+    found, kept, said = score.means(), y != 9, output.argmax(1)
+    assert found["loss"] == pytest.approx(float(cross_entropy(output, y, ignore_index=9)), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(float((said == y)[kept].float().mean()))
+    ious = [float(((said == c) & (y == c)).sum() / (((said == c) | (y == c)) & kept).sum()) for c in range(3)]
+    accuracies = [float(((said == c) & (y == c)).sum() / (y == c).sum()) for c in range(3)]
+    assert found["miou"] == pytest.approx(sum(ious) / 3)
+    assert found["mean_accuracy"] == pytest.approx(sum(accuracies) / 3)
+
+
+def test_a_class_that_neither_occurs_nor_is_predicted_does_not_count():
+    output = torch.zeros(1, 3, 2, 2)
+    output[:, 1] = 1
+    y = torch.ones(1, 2, 2, dtype=torch.long)
+    score = Score()
+    score.add(Objective(), output, y, 0.0, 4.0)
+    assert score.means() == {"loss": 0.0, "accuracy": 1.0, "miou": 1.0, "mean_accuracy": 1.0}
+
+
+def test_evaluation_leaves_the_model_in_its_mode_and_does_not_depend_on_the_batches():
+    model, (x, y) = nn.Sequential(make_model(), nn.Dropout(0.5)), data()
+    found = [evaluate(model, x, y, batch_size=size) for size in (7, 30)]
+    assert model.training
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0]["accuracy"] == pytest.approx(float((model.eval()(x).argmax(1) == y).float().mean()))
+    assert found[0]["converged"] == 1.0
+
+
+# ---------------------------------------------------------------- the guard
+
+
+class Explode(Callback):
+    """Spoils a tensor of the model after a step."""
+
+    def __init__(self, tensor: Tensor, at: int, value: float = math.nan, once: bool = False) -> None:
+        self.tensor, self.at, self.value, self.once, self.done = tensor, at, value, once, False
+
+    def step(self, step: int) -> None:
+        if step == self.at and not (self.once and self.done):
+            self.done = True
+            with torch.no_grad():
+                self.tensor.fill_(self.value)
+
+
+class Hook(Callback):
+    """From a step on, a module's output is spoilt."""
+
+    def __init__(self, part: nn.Module, at: int) -> None:
+        self.part, self.at = part, at
+
+    def step(self, step: int) -> None:
+        if step == self.at:
+            self.part.register_forward_hook(lambda part, args, output: output * math.nan)
+
+
+@pytest.mark.parametrize(
+    ("path", "what", "text"),
+    [
+        ("2", "nan_loss", r"the loss is nan; it began in layer '2' \(Linear\), 100%"),
+        ("0", "nan_state", r"10 samples met NaN or infinity in layer '1'; it began in layer '0' \(Linear\), 100%"),
+    ],
+)
+def test_a_nan_stops_the_run_at_its_step_with_its_cause_and_nothing_is_lost(tmp_path, path, what, text):
+    model = make_model()
+    config = replace(SGD, epochs=4, checkpoint_every=2)
+    hook = Hook(model.get_submodule(path), 5)
+    with pytest.raises(DivergenceError, match=r"step 5 \(epoch 1.67\): " + text) as caught:
+        fit(model, data(), None, config, folder=tmp_path / "run", callbacks=[hook], verbose=False)
+    assert (caught.value.step, caught.value.trouble.what, caught.value.trouble.layer) == (5, what, path)
+    run = Run.read(tmp_path / "run")
+    assert run.steps() == [0, 2, 4]
+    event = run.metrics()[-1]
+    assert (event["kind"], event["what"], event["action"], event["step"]) == ("event", what, "stopped", 5)
+    kept = run.load(4).tensors
+    assert all(torch.equal(tensor, kept[f"model.{name}"]) for name, tensor in model.state_dict().items())
+
+
+def test_a_nan_of_the_iteration_itself_is_named_as_such():
+    torch.manual_seed(0)
+    layer = Equilibrium(FunctionCell(lambda z, x: torch.where(z.abs() > 0.4, math.nan, 0.5 * z + x[:, :3]), (3,)))
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(3, 2))
+    with pytest.raises(DivergenceError, match=r"samples met NaN or infinity in layer '1'; it began in its own iteration"):
+        fit(model, data(), None, SGD, verbose=False)
+
+
+def test_a_parameter_that_overflows_is_named_at_the_step_that_did_it():
+    model = make_model()
+    with pytest.raises(DivergenceError, match=r"step 0 .*: parameter '0.weight', .* is not finite") as caught:
+        fit(model, data(), None, replace(SGD, lr=3e38), loss=lambda output, y: 1e6 * output.square().mean(), verbose=False)
+    assert caught.value.trouble.what == "nan_parameter"
+    assert all(tensor.isfinite().all() for tensor in weights(model))
+
+
+def test_a_gradient_that_is_not_finite_is_named_before_it_does_harm():
+    model = make_model()
+    before = weights(model)
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return torch.sqrt((output * 0).square().sum())  # 0, with the derivative 0 / 0
+
+    with pytest.raises(DivergenceError, match=r"NaN or infinity in the gradient of '2\.bias'") as caught:
+        fit(model, data(), None, SGD, loss=loss, verbose=False)
+    assert caught.value.trouble.what == "nan_gradient"
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+def test_samples_that_stop_converging_are_caught_with_layer_and_share():
+    model = make_model()
+    with pytest.raises(DivergenceError, match=r"step 2 .*: only 0% of the samples converged in layer '1'") as caught:
+        fit(model, data(), None, SGD, callbacks=[Explode(model[1].cell.W, 2, 10.0)], verbose=False)
+    assert caught.value.trouble.figure == 0.0
+    allowed = fit(make_model(), data(), None, replace(SGD, least_converged=0.0), verbose=False)
+    assert allowed.steps == 6
+
+
+def test_a_run_that_diverges_is_rolled_back_and_ends_well(tmp_path):
+    x, y = data()
+    model = make_model()
+    config = replace(SGD, lr=60.0, epochs=8, checkpoint_every=2, on_divergence="rollback", rollbacks=20)
+    with pytest.raises(DivergenceError):
+        fit(make_model(), (x, y), (x, y), replace(config, on_divergence="stop"), verbose=False)
+    result = fit(model, (x, y), (x, y), config, folder=tmp_path / "run", verbose=False)
+    events = [row for row in result.history if row["kind"] == "event"]
+    assert result.rollbacks == len(events) > 0
+    assert {event["action"] for event in events} == {"rolled back"}
+    assert all(event["from"] >= event["step"] for event in events)
+    assert result.scores["valid_accuracy"] >= 0.9
+    rates = [row["lr"] for row in result.history if row["kind"] == "step"]
+    assert rates[-1] == pytest.approx(60.0 * 0.5**result.rollbacks)
+    steps = [row["step"] for row in result.history if row["kind"] == "step"]
+    assert steps == sorted(set(steps))
+
+
+def test_a_rolled_back_run_resumes_with_its_smaller_step(tmp_path):
+    config = replace(SGD, lr=60.0, epochs=4, checkpoint_every=2, on_divergence="rollback", rollbacks=20)
+
+    class Leave(Callback):
+        def step(self, step: int) -> None:
+            if step == 9:
+                raise KeyboardInterrupt
+
+    whole, killed = make_model(), make_model()
+    fit(whole, data(), None, config, folder=tmp_path / "whole", verbose=False)
+    with pytest.raises(KeyboardInterrupt):
+        fit(killed, data(), None, config, folder=tmp_path / "killed", callbacks=[Leave()], verbose=False)
+    again = make_model()
+    result = fit(again, data(), None, config, folder=tmp_path / "killed", resume=True, verbose=False)
+    assert result.rollbacks > 0
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
+
+
+def test_rolling_back_ends_when_it_does_not_help():
+    model = make_model()
+    spoil = Explode(model[1].cell.W, 2, 10.0)
+    config = replace(SGD, on_divergence="rollback", rollbacks=2)
+    with pytest.raises(DivergenceError, match="after 2 roll-backs"):
+        fit(model, data(), None, config, callbacks=[spoil], verbose=False)
+    once = Explode(model[1].cell.W, 2, 10.0, once=True)
+    assert fit(model, data(), None, config, callbacks=[once], verbose=False).rollbacks == 1
+
+
+def test_a_norm_that_leaves_the_well_posed_region_is_told_once_or_stops():
+    model, told = make_model(), Collect()
+    grow = Explode(model[1].cell.W, 2, 0.3)  # norm 0.3 sqrt(42) = 1.94
+    config = replace(SGD, least_converged=0.0, norms="warn", lr=1e-6)
+    fit(model, data(), None, config, callbacks=[grow, told], verbose=False)
+    events = [row for row in told.rows if row["kind"] == "event"]
+    assert [(row["what"], row["layer"], row["step"], row["action"]) for row in events] == [("norm", "1.cell", 3, "warned")]
+    assert "passed mu = 1 in layer '1.cell'" in events[0]["message"]
+    assert events[0]["figure"] <= 0.3 * math.sqrt(42) + 1e-4
+    model = make_model()
+    with pytest.raises(DivergenceError, match=r"\|\|W\|\|\^2 L >= 3\.\d+ passed mu = 1 in layer '1.cell'"):
+        fit(model, data(), None, replace(config, norms="stop"), callbacks=[Explode(model[1].cell.W, 2, 0.3)], verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (GaussianDEQ(3, 5), r"\|\|W\|\| >= 1\.5 passed 1"),
+        (ScaledReLU(3, 5, gamma=0.5), r"gamma \|\|A\|\| >= 1\.5 passed 1"),
+        (OptEq(3, 5, 5, mu=2.0), r"\|\|W\|\|\^2 L >= 2\.25 passed mu = 2"),
+    ],
+)
+def test_each_family_has_its_own_limit(cell, text):
+    weight = cell.A if isinstance(cell, ScaledReLU) else cell.W
+    factor = 3.0 if isinstance(cell, ScaledReLU) else 1.5
+    with torch.no_grad():
+        weight.copy_(torch.eye(5) * 0.9)
+    norms = Norms(nn.Sequential(Equilibrium(cell)))
+    assert norms.step({}) is None
+    with torch.no_grad():
+        weight.copy_(torch.eye(5) * factor)
+    found = norms.step({})
+    assert found is not None
+    assert torch.tensor(found.figure).item() == pytest.approx(factor)
+    assert re.search(text, found.message)
+    assert norms.step({}) is None, "told once"
+
+
+def test_the_norm_of_a_convolution_is_followed_on_the_size_of_its_images():
+    torch.manual_seed(0)
+    layer = Equilibrium(ConvOptEq(2, 3, 4))
+    watch, norms = Watch.of(layer), Norms(layer)
+    assert norms.step(watch.shapes) is None, "no image has been seen yet"
+    with observe(watch):
+        layer(torch.randn(2, 2, 5, 6))
+    for _ in range(200):
+        norms.step(watch.shapes)
+    W = layer.cell.operator()
+    columns = [W(e.reshape(1, 3, 5, 6)).flatten() for e in torch.eye(90)]
+    exact = float(torch.linalg.matrix_norm(torch.stack(columns, 1), 2))
+    with torch.no_grad():
+        layer.cell.W /= 0.999 * exact
+    norms.step(watch.shapes)
+    found = norms.step(watch.shapes) or norms.passed
+    assert found, "1 / 0.999 is above the limit of 1"
+
+
+def test_constrained_and_monotone_layers_are_not_watched():
+    assert not Norms(nn.Sequential(Equilibrium(OptEq(2, 3, 3, constrained=True)), Equilibrium(Monotone(3, 3)))).weights
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_bad_samples_are_refused_before_the_first_step():
+    model, (x, y) = make_model(), data()
+    cases = [
+        (((x, y[:5]),), "as many targets y"),
+        (((x[:0], y[:0]),), "not none"),
+        (((x.double() * math.nan, y),), "finite. Got 'NaN or infinity in sample 0'"),
+        (((x, y + 1),), r"labels in 0..1, the classes of the model's output. Got '1..2'"),
+        (((x, y - 1),), r"labels in 0..1.*Got '-1..0'"),
+        (((x[:, :3], y),), r"The model cannot take the samples of 'train', of shape \[3\]"),
+        (((x, y), (x[:, :3], y)), r"The model cannot take the samples of 'valid', of shape \[3\]"),
+        (((x, x[:, 0]),), r"output has the shape of y"),
+        (((x, x[:, :2] * math.nan),), r"'y' parameter of fit must be finite"),
+        (((x, y[:, None].expand(-1, 3)),), r"one whose output is \[batch, classes, 3\]"),
+    ]
+    before = weights(model)
+    for given, text in cases:
+        with pytest.raises(ValueError, match=text):
+            fit(model, *given, config=SGD, verbose=False)
+    with pytest.raises(TypeError, match="floating-point x"):
+        fit(model, (x.long(), y), None, SGD, verbose=False)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+def test_bad_calls_are_refused():
+    with pytest.raises(ValueError, match="one with parameters to train"):
+        fit(nn.Flatten(), data(), verbose=False)
+    with pytest.raises(ValueError, match="'valid' parameter of fit must be given, for patience"):
+        fit(make_model(), data(), None, replace(SGD, patience=2), verbose=False)
+    with pytest.raises(ValueError, match="'folder' parameter of fit must be given, to resume"):
+        fit(make_model(), data(), None, SGD, resume=True, verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epochs", 0),
+        ("batch_size", 2.5),
+        ("optimizer", "lion"),
+        ("lr", 0.0),
+        ("lr", math.nan),
+        ("momentum", 1.0),
+        ("weight_decay", -1.0),
+        ("schedule", "linear"),
+        ("mode", "magic"),
+        ("clip", 0.0),
+        ("ema", 1.0),
+        ("label_smoothing", 1.0),
+        ("precision", "float8"),
+        ("patience", 0),
+        ("shrink", 1.0),
+        ("least_converged", 1.5),
+        ("on_divergence", "pray"),
+        ("norms", "maybe"),
+        ("seed", -1),
+        ("warm_start", 1),
+        ("decay", 0.0),
+        ("checkpoint_every", 0),
+    ],
+)
+def test_every_setting_is_checked_by_name(name, value):
+    with pytest.raises((ValueError, TypeError), match=f"The '{name}' parameter of TrainConfig must be"):
+        TrainConfig(**{name: value})
+
+
+def test_every_setting_has_a_type_that_json_knows():
+    assert all(isinstance(getattr(TrainConfig(), field.name), (int, float, str, bool, type(None))) for field in fields(TrainConfig))
+
+
+# ---------------------------------------------------------------- run folders
+
+
+def test_a_second_run_in_a_folder_is_refused_and_so_is_resuming_nothing(tmp_path):
+    fit(make_model(), data(), None, SGD, folder=tmp_path / "run", verbose=False)
+    with pytest.raises(RunError, match="already holds a run"):
+        fit(make_model(), data(), None, SGD, folder=tmp_path / "run", verbose=False)
+    with pytest.raises(RunError, match="holds no run"):
+        fit(make_model(), data(), None, SGD, folder=tmp_path / "other", resume=True, verbose=False)
+
+
+def test_resuming_with_other_settings_data_or_model_is_refused_by_name(tmp_path):
+    folder = tmp_path / "run"
+    fit(make_model(), data(), None, SGD, folder=folder, about={"model": {"kind": "a"}}, verbose=False)
+    about = {"model": {"kind": "a"}}
+    cases = [
+        ((make_model(), data(), None, replace(SGD, lr=0.2)), about, r"train.lr: 0.1 -> 0.2"),
+        ((make_model(), data(20), None, SGD), about, r"fingerprint.data"),
+        ((make_model(activation="tanh", mu=2.0), (data()[0] + 1, data()[1]), None, SGD), about, r"fingerprint.data"),
+        ((nn.Linear(4, 2), data(), None, SGD), about, r"fingerprint.model"),
+        ((make_model(), data(), None, SGD), {"model": {"kind": "b"}}, r"model.kind: '?\"?a'?\"? -> '?\"?b"),
+    ]
+    for given, what, text in cases:
+        with pytest.raises(RunError, match=text):
+            fit(*given, folder=folder, about=what, resume=True, verbose=False)
+
+
+def test_settings_that_do_not_change_the_result_may_change_on_resuming(tmp_path):
+    folder = tmp_path / "run"
+    fit(make_model(), data(), None, SGD, folder=folder, verbose=False)
+    changed = replace(SGD, log_every=3, keep=2, checkpoint_every=1, on_divergence="rollback", rollbacks=1, shrink=0.3, device="cpu")
+    assert fit(make_model(), data(), None, changed, folder=folder, resume=True, verbose=False).steps == 6
+
+
+def test_a_finished_run_resumes_to_its_end_at_once(tmp_path):
+    model, again = make_model(), make_model()
+    first = fit(model, data(), data(), SGD, folder=tmp_path / "run", verbose=False)
+    told = Collect()
+    second = fit(again, data(), data(), SGD, folder=tmp_path / "run", resume=True, callbacks=[told], verbose=False)
+    assert told.steps == []
+    assert second.scores == first.scores
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(again), strict=True))
+
+
+# ---------------------------------------------------------------- callbacks and what is shown
+
+
+def test_callbacks_hear_of_every_step_and_row_and_are_closed():
+    told = Collect()
+    result = fit(make_model(), data(), data(), SGD, callbacks=[told], verbose=False)
+    assert told.steps == [1, 2, 3, 4, 5, 6]
+    assert told.rows == result.history
+    assert told.told == [("begin", 6), ("end", 6), "close"]
+    assert [row["kind"] for row in result.history] == ["step", "epoch", "step", "epoch"]
+
+    class Fail(Collect):
+        def step(self, step: int) -> None:
+            raise RuntimeError("mine")
+
+    failing = Fail()
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(make_model(), data(), None, SGD, callbacks=[failing], verbose=False)
+    assert failing.told == [("begin", 6), "close"]
+
+
+def test_a_monitor_is_a_callback_and_its_records_are_metrics():
+    torch.manual_seed(0)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    y = torch.randn(6, dtype=torch.float64)
+    readout = Readout(GaussianDEQ(4, 30).double())
+    monitor = Monitor(readout, x, y, step=0.01, every=2, kernel=False)
+    config = replace(SGD, batch_size=6, epochs=4, lr=0.01)
+    result = fit(readout, (x, y), None, config, callbacks=[monitor], verbose=False)
+    rows = [row for row in result.history if row["kind"] == "monitor"]
+    assert [row["k"] for row in rows] == [2, 4]
+    assert [record.k for record in monitor.records] == [0, 2, 4]
+    counted = []
+    fit(readout, (x, y), None, config, callbacks=[counted.append], verbose=False)
+    assert counted == [1, 2, 3, 4]
+
+
+def test_tensorboard_gets_the_same_series(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = fit(make_model(), data(), data(), SGD, callbacks=[TensorBoard(tmp_path / "events")], verbose=False)
+        events = EventAccumulator(str(tmp_path / "events")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars("epoch/valid_loss")]
+    wanted = [(row["step"], row["valid_loss"]) for row in result.history if row["kind"] == "epoch"]
+    assert [step for step, _ in found] == [step for step, _ in wanted]
+    assert [value for _, value in found] == pytest.approx([value for _, value in wanted])
+
+
+def test_plain_lines_have_the_figures(capsys):
+    fit(make_model(), data(), data(), SGD)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for part in ("epoch 1, step 3/6", "loss ", "accuracy ", "validation accuracy ", "solver steps", "100.0% converged", "s left"):
+        assert part in lines[0]
+
+
+def test_a_terminal_gets_a_bar_with_the_figures():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    bar = display(screen)
+    assert isinstance(bar, Bar)
+    bar.begin({}, 10)
+    bar.step(3)
+    bar.row({"kind": "step", "step": 4, "loss": 0.5, "accuracy": 0.25, "solver_steps": 7.0, "converged": 0.5})
+    bar.row({"kind": "epoch", "step": 4, "epoch": 1, "valid_accuracy": 0.75})
+    bar.row({"kind": "event", "step": 4, "action": "stopped", "message": "why [not]"})
+    bar.close()
+    text = screen.getvalue()
+    for part in ("validation accuracy 75.00%", "why [not]", "4/10"):
+        assert part in text
+    assert isinstance(display(io.StringIO()), Lines)
+
+
+def test_long_epochs_speak_once_a_while():
+    stream = io.StringIO()
+    lines = Lines(stream, every=0.0)
+    lines.begin({}, 10)
+    lines.step(1)
+    lines.row({"kind": "step", "step": 1, "loss": 0.5})
+    lines.row({"kind": "event", "step": 1, "action": "warned", "message": "look"})
+    lines.row({"kind": "monitor", "step": 1})
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith("step 1/10: loss 0.5, ")
+    assert second == "step 1: warned: look"
+    assert summary({"loss": None, "accuracy": 0.5}) == "accuracy 50.00%"
