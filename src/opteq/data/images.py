@@ -1,0 +1,111 @@
+"""Images from files, through Pillow: decoded at once where they are few, when they are indexed where they are many."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opteq.data.files import optional
+
+__all__ = ["IN_MEMORY", "Images", "decode", "held", "image_files", "image_size", "in_chunks", "opened"]
+
+IN_MEMORY = 2 * 2**30
+"""Folders whose images take more bytes than this, as float32 and all parts together, stay lazy."""
+
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp")
+_WORKERS = min(8, os.cpu_count() or 1)  # Pillow decodes outside the interpreter's lock
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Image files as if they were a float32 tensor [n, 3, height, width] in [0, 1].
+
+    Indexed by an int, a slice, or a tensor or list of indices (or a mask), it gives that tensor, decoded by a few threads. Each
+    image is cropped around its centre to the shape of `size` (height, width), then resized.
+    """
+
+    paths: Sequence[str] = field(repr=False)
+    size: tuple[int, int]
+    dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        """[n, 3, height, width]."""
+        return torch.Size((len(self.paths), 3, *self.size))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int | slice | Tensor | Sequence[int]) -> Tensor:
+        rows = torch.arange(len(self))[index]  # a tensor's own rules and errors
+        positions = rows.flatten().tolist()
+        x = torch.empty(len(positions), *self.shape[1:])
+
+        def fill(start: int, stop: int) -> None:
+            pixels = np.stack([decode(self.paths[position], self.size) for position in positions[start:stop]])
+            x[start:stop] = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+
+        in_chunks(fill, len(positions))
+        return x.div_(255).reshape(*rows.shape, *self.shape[1:])
+
+
+def in_chunks(work: Callable[[int, int], None], count: int) -> None:
+    """work(start, stop) for pieces of range(count), in a few threads; the first error is raised."""
+    step = max(1, min(64, count // (4 * _WORKERS)))  # few enough for all threads to end together, many enough to be cheap
+    starts = range(0, count, step)
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        futures = [pool.submit(work, start, min(start + step, count)) for start in starts]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # of those that are left after an error
+
+
+def held(parts: Sequence[Images]) -> list[Tensor | Images]:
+    """The parts of one data set as tensors if they fit in memory together, else as they are."""
+    size = sum(4 * part.shape.numel() for part in parts)
+    return [part[:] for part in parts] if size <= IN_MEMORY else list(parts)
+
+
+def image_files(folder: Path) -> list[str]:
+    """The image files of a folder, sorted; at least one."""
+    names = sorted(name for name in os.listdir(folder) if name.lower().endswith(_SUFFIXES) and name[0] != ".")
+    if not names:
+        raise FileNotFoundError(f"{folder} holds no images ({', '.join(_SUFFIXES)}).")
+    return [os.path.join(folder, name) for name in names]
+
+
+def opened(path: str, read: Callable[[Any], Any]) -> Any:
+    """read(image) of an image file; ValueError if that is not what it is."""
+    image = optional("PIL.Image", "Pillow")
+    try:
+        with image.open(path) as file:
+            return read(file)
+    except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:  # all of them occur for broken files
+        raise ValueError(f"{path} is not an image that can be read: {error}") from error
+
+
+def image_size(path: str) -> tuple[int, int]:
+    """(height, width) of an image file."""
+    size: tuple[int, int] = opened(path, lambda file: (file.height, file.width))
+    return size
+
+
+def decode(path: str, size: tuple[int, int]) -> np.ndarray[Any, Any]:
+    """uint8 [height, width, 3] of an image file, cropped around its centre and resized."""
+    fit = optional("PIL.ImageOps", "Pillow").fit
+    height, width = size
+
+    def read(file: Any) -> np.ndarray[Any, Any]:
+        file.draft(None, (width, height))  # a JPEG much larger than needed is decoded at a half, a quarter or an eighth
+        return np.array(fit(file.convert("RGB"), (width, height), optional("PIL.Image", "Pillow").Resampling.BILINEAR))
+
+    pixels: np.ndarray[Any, Any] = opened(path, read)
+    return pixels
