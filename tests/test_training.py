@@ -18,7 +18,7 @@ from opteq.equilibrium import observe
 from opteq.gradients import Implicit, Unrolled
 from opteq.models import Readout
 from opteq.regularizers import L2
-from opteq.runs import Run, RunError
+from opteq.runs import Run, RunError, RunWarning
 from opteq.solvers import SAM
 from opteq.theory.certificates import Monitor
 from opteq.training import Callback, DivergenceError, Objective, TensorBoard, TrainConfig, evaluate, fit, set_mode, step_size
@@ -684,6 +684,14 @@ def test_settings_that_do_not_change_the_result_may_change_on_resuming(tmp_path)
     fit(make_model(), data(), None, SGD, folder=folder, verbose=False)
     changed = replace(SGD, log_every=3, keep=2, checkpoint_every=1, on_divergence="rollback", rollbacks=1, shrink=0.3, device="cpu")
     assert fit(make_model(), data(), None, changed, folder=folder, resume=True, verbose=False).steps == 6
+
+
+def test_a_run_without_a_sound_checkpoint_is_not_begun_anew_by_resuming(tmp_path):
+    fit(make_model(), data(), None, SGD, folder=tmp_path / "run", verbose=False)
+    for path in (tmp_path / "run" / "checkpoints").glob("*.json"):
+        path.write_text("{}")
+    with pytest.warns(RunWarning), pytest.raises(RunError, match="no checkpoint that can be used"):
+        fit(make_model(), data(), None, SGD, folder=tmp_path / "run", resume=True, verbose=False)
 
 
 def test_a_finished_run_resumes_to_its_end_at_once(tmp_path):

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from opteq.checks import invalid
 from opteq.data import Augment
 from opteq.equilibrium import ConvergenceWarning, observe
-from opteq.runs import Checkpoint, Run
+from opteq.runs import Checkpoint, Run, RunError
 from opteq.training.batches import Loader, Plan
 from opteq.training.callbacks import AfterStep, Callback
 from opteq.training.config import OPERATIONAL, TrainConfig, step_size
@@ -337,6 +337,8 @@ class Training:
         config = {"train": asdict(self.config), **about, "fingerprint": fingerprint(self.model, *self.train, self.world)}
         self.store = open_store(folder, config, self.config.keep, resume, OPERATIONAL, self.world)
         checkpoint = self.store.latest() if resume else None
+        if checkpoint is None and self.store.steps():
+            raise RunError(f"{folder} has no checkpoint that can be used: start a new run in another folder")
         if checkpoint is None:
             torch.manual_seed(self.config.seed + 1_000_003 * self.world.rank)
             self.save()

@@ -1,0 +1,5 @@
+"""Looking at trained networks: the loss around their parameters, and where the equilibrium solver fails."""
+
+from opteq.diagnostics.landscape import Landscape, landscape
+
+__all__ = ["Landscape", "landscape"]

@@ -1,0 +1,115 @@
+"""What a report needs from a run folder, read so that no content can break the page: a damaged part becomes a note."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from opteq.runs import Run, RunError
+
+__all__ = ["Row", "RunData", "entries", "flattened", "number", "read_all", "rows_of"]
+
+Row: TypeAlias = dict[str, Any]
+LONGEST = 300  # characters of a value that are shown
+DRAWABLE = 1e100  # larger values are taken for infinite: axes overflow
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run. `steps`, `epochs` and `events` are the rows of its metrics; what is missing is empty."""
+
+    name: str
+    config: dict[str, str]
+    environment: dict[str, str]
+    steps: list[Row]
+    epochs: list[Row]
+    events: list[Row]
+    result: Row
+    certificate: Row
+    problem: str
+    notes: list[str]
+
+
+def read_all(folders: Sequence[Path]) -> list[RunData]:
+    """The runs, with names that tell them apart: of the folders, or their whole paths where two are the same."""
+    names = [folder.resolve().name for folder in folders]
+    unique = len(set(names)) == len(names)
+    return [_read(folder, name if unique else str(folder)) for folder, name in zip(folders, names, strict=True)]
+
+
+def _read(folder: Path, name: str) -> RunData:
+    run, notes = Run.read(folder), list[str]()
+    metrics = _noting(notes, run.metrics, [])
+    rows = {kind: [row for row in metrics if row.get("kind") == kind] for kind in ("step", "epoch", "event")}
+    files = {part: _noting(notes, lambda part=part: run.read_json(f"{part}.json"), None) for part in _FILES}  # type: ignore[misc]
+    problem = _noting(notes, lambda: _text(folder / "problem.txt"), "")
+    return RunData(
+        name=name,
+        config=flattened(run.config),
+        environment=flattened(files["environment"]),
+        steps=rows["step"],
+        epochs=rows["epoch"],
+        events=rows["event"],
+        result=entries(files["result"]),
+        certificate=entries(files["certificate"]),
+        problem=problem.strip(),
+        notes=notes,
+    )
+
+
+_FILES = ("environment", "result", "certificate")
+
+
+def _noting(notes: list[str], read: Callable[[], Any], otherwise: Any) -> Any:
+    """What `read` gives; if the file is damaged or not to be read, `otherwise` and a note."""
+    try:
+        return read()
+    except (RunError, OSError, ValueError) as error:
+        notes.append(str(error))
+        return otherwise
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a number that can be drawn; else None: null, NaN, infinity, text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < DRAWABLE:
+        return None
+    return float(value)
+
+
+def entries(value: Any) -> Row:
+    """The value if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def rows_of(value: Any) -> list[Row]:
+    """The JSON objects of a list."""
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def flattened(value: Any) -> dict[str, str]:
+    """Nested JSON objects as one, {"train.lr": "0.1"}, with the values as text."""
+    return dict(_leaves(value, "")) if isinstance(value, dict) else {}
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and (value or not path):
+        for key, part in value.items():
+            yield from _leaves(part, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, shown(value)
+
+
+def shown(value: Any) -> str:
+    """A JSON value as a short text."""
+    if value is None:
+        return "none"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
