@@ -28,14 +28,22 @@ __all__ = [
 _SUBMODULES = (
     "activations",
     "cells",
+    "data",
+    "diagnostics",
+    "estimators",
     "experiments",
     "gradients",
+    "grids",
     "linear",
     "models",
+    "recipes",
     "regularizers",
+    "report",
+    "runs",
     "solvers",
     "spectral",
     "theory",
+    "training",
 )
 
 

@@ -1,4 +1,4 @@
-"""Whole networks with an equilibrium inside."""
+"""Readout: a linear output on an equilibrium, the network of the convergence theory."""
 
 import torch
 from torch import Tensor, nn
