@@ -569,7 +569,7 @@ def test_the_norm_of_a_convolution_is_followed_on_the_size_of_its_images():
         norms.step(watch.shapes)
     W = layer.cell.operator()
     columns = [W(e.reshape(1, 3, 5, 6)).flatten() for e in torch.eye(90)]
-    exact = float(torch.linalg.matrix_norm(torch.stack(columns, 1), 2))
+    exact = torch.linalg.matrix_norm(torch.stack(columns, 1), 2).item()
     with torch.no_grad():
         layer.cell.W /= 0.999 * exact
     norms.step(watch.shapes)

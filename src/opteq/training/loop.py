@@ -1,7 +1,6 @@
 """fit: the training loop."""
 
 import json
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,32 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from opteq.checks import invalid
 from opteq.data import Augment
-from opteq.equilibrium import ConvergenceWarning, observe
+from opteq.equilibrium import ConvergenceWarning
 from opteq.runs import Checkpoint, Run, RunError
 from opteq.training.batches import Loader, Plan
 from opteq.training.callbacks import AfterStep, Callback
 from opteq.training.config import OPERATIONAL, TrainConfig, step_size
 from opteq.training.display import display
-from opteq.training.extras import JacobianPenalty, WarmStart
-from opteq.training.modes import set_mode
+from opteq.training.learner import Learner
 from opteq.training.objective import Loss, Objective, Tally, evaluate
-from opteq.training.parts import Samples, alphas, autocast, checked, cuda_devices, fingerprint, make_optimizer
+from opteq.training.parts import Samples, alphas, checked, cuda_devices, fingerprint
 from opteq.training.processes import World, naming_lost_processes
 from opteq.training.state import (
-    load_optimizer,
+    Memory,
+    Store,
     load_random_state,
     open_store,
-    optimizer_tensors,
     prefixed,
     random_state,
     within,
-    write_tensors,
 )
-from opteq.training.watch import Health, Norms, Trouble, Watch, nan_gradient, nan_loss, nan_parameter, nan_state
+from opteq.training.watch import Health, Trouble
 
 
 class DivergenceError(RuntimeError):
@@ -91,8 +87,8 @@ def fit(
     with ExitStack() as stack, torch.random.fork_rng(cuda_devices(training.world.device)), warnings.catch_warnings():
         stack.enter_context(naming_lost_processes())
         warnings.simplefilter("ignore", ConvergenceWarning)  # the share of converged samples is a metric, and guarded
-        training.open(folder, resume, dict(about or {}))
         stack.callback(training.close)
+        training.open(folder, resume, dict(about or {}))
         training.callbacks = [*told, *([display()] if verbose and training.world.first else [])]
         return training.run()
 
@@ -104,32 +100,18 @@ class Training:
         self, model: nn.Module, train: Any, valid: Any, config: TrainConfig, loss: Loss | None, ignore: int | None
     ) -> None:
         self.config, self.model = config, model
-        device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.world = World.here(device)
+        self.world = World.here(torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")))
         self.objective = Objective(config.label_smoothing, ignore, loss)
-        model.to(device)
-        set_mode(model, config.mode, config.unroll)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise ValueError(invalid("fit", "model", "one with parameters to train", "none"))
-        self.dtype = self.parameters[0].dtype
+        self.learner = Learner(model, config, self.objective, self.world)
         self.train, self.valid = self._checked("train", train), None if valid is None else self._checked("valid", valid)
         if config.patience is not None and valid is None:
             raise ValueError(invalid("fit", "valid", "given, for patience to look at", None))
+        if config.warm_start:
+            self.learner.start_warm(len(self.train[1]))
         self.plan = Plan(len(self.train[1]), config.batch_size, config.seed, config.drop_last)
         self.total = self.plan.per_epoch * config.epochs
         augment = Augment(crop=config.crop, flip=config.flip)
-        self.loader = Loader(self.plan, *self.train, augment, ignore, self.dtype, self.world)
-        self.optimizer = make_optimizer(self.parameters, config)
-        self.wrapped = self.world.wrap(model)
-        self.ema = (
-            None if config.ema is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True)
-        )
-        self.autocast = autocast(config, device)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
-        self.watch, self.norms = Watch.of(model), Norms(model)
-        self.warm = self._warm_start()
-        self.penalty = JacobianPenalty(model) if config.jacobian else None
+        self.loader = Loader(self.plan, *self.train, augment, ignore, self.learner.dtype, self.world)
         self.step, self.seconds, self.scale, self.rollbacks, self.restored = 0, 0.0, 1.0, 0, -1
         self.window, self.epoch = Tally(), Tally()
         self.best: dict[str, Any] = {"value": None, "epoch": 0, "scores": {}}
@@ -137,16 +119,10 @@ class Training:
         self.scores: dict[str, float] = {}
         self.stopped: str | None = None
         self.callbacks: list[Callback] = []
+        self.store: Store = Memory(1)
 
     def _checked(self, name: str, split: Any) -> Samples:
-        return checked(name, split, self.model, self.objective, self.world.device, self.dtype)
-
-    def _warm_start(self) -> WarmStart | None:
-        if not self.config.warm_start:
-            return None
-        if self.world.size > 1:
-            raise ValueError(invalid("fit", "warm_start", "False with several processes, which see other samples each epoch", True))
-        return WarmStart(self.model, self.plan.samples)
+        return checked(name, split, self.model, self.objective, self.world.device, self.learner.dtype)
 
     # ---------------------------------------------------------------- the loop
 
@@ -169,73 +145,23 @@ class Training:
     def advance(self) -> Trouble | None:
         """One step of the optimizer, or what kept it from being made."""
         rows, x, y, weight = self.loader(self.step)
-        self.watch.clear()
-        with self.looking(rows):
-            output = self.wrapped(x)
-            value, terms = self.objective(output, y)
+        output, value, terms = self.learner.forward(rows, x, y)
         loss, terms = float(value.detach()), terms * weight
-        if found := self.agreed(self.after_forward(x, loss)):
-            return found
+        if trouble := self.agreed(self.learner.after_forward(x, loss)):
+            return trouble
         share = terms * self.world.size / max(self.world.sum([terms])[0], 1.0)  # DDP averages over the processes
-        total = value * share if self.penalty is None else (value + self.config.jacobian * self.penalty.value()) * share
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(total).backward()
-        norm = self.gradient_norm()
-        if not math.isfinite(norm) and not self.scaler.is_enabled():  # a scaler skips such a step and scales down
-            return nan_gradient(self.model)
-        self.update()
-        health = self.watch.total() if weight else Health()
+        norm = self.learner.backward(value, share)
+        if trouble := self.learner.after_backward(norm):
+            return trouble
+        self.learner.update(self.scale * step_size(self.config, self.step, self.plan.per_epoch))
+        health = self.learner.watch.total() if weight else Health()
         for tally in (self.window, self.epoch):
             tally.add(self.objective, output, y, loss, terms, health, norm)
-        return self.after_update()
-
-    def after_forward(self, x: Tensor, loss: float) -> Trouble | None:
-        """Whether the loss and the equilibria are sound."""
-        if not math.isfinite(loss):
-            return nan_loss(self.model, x, loss)
-        if (bad := self.watch.nonfinite()) is not None:
-            return nan_state(self.model, x, *bad)
-        return self.watch.not_converging(self.config.least_converged)
-
-    def looking(self, rows: Tensor) -> ExitStack:
-        """The forward pass: autocast, and all that looks at the equilibria or starts them."""
-        stack = ExitStack()
-        stack.enter_context(self.autocast)
-        stack.enter_context(observe(self.watch))
-        if self.warm is not None:
-            stack.enter_context(self.warm.of(rows))
-        if self.penalty is not None:
-            stack.enter_context(self.penalty.watching())
-        return stack
-
-    def gradient_norm(self) -> float:
-        """The norm of the gradient, which is clipped if it is to be."""
-        self.scaler.unscale_(self.optimizer)
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads)
-        if self.config.clip is not None and math.isfinite(float(norm)):
-            nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
-        return float(norm)
-
-    def update(self) -> None:
-        """Change the weights."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.scale * step_size(self.config, self.step, self.plan.per_epoch)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if self.ema is not None:
-            self.ema.update_parameters(self.model)
-
-    def after_update(self) -> Trouble | None:
-        """Whether the new weights are sound."""
-        if not math.isfinite(float(nn.utils.get_total_norm(self.parameters))) and (found := nan_parameter(self.model)):
-            return found
-        if self.config.norms == "off" or (found := self.norms.step(self.watch.shapes)) is None:
+        trouble = self.learner.after_update()
+        if trouble is not None and trouble.what == "norm" and self.config.norms == "warn":
+            self.log({"kind": "event", "step": self.step + 1, **asdict(trouble), "action": "warned"})
             return None
-        if self.config.norms == "warn":
-            self.log({"kind": "event", "step": self.step + 1, **asdict(found), "action": "warned"})
-            return None
-        return found
+        return trouble
 
     def agreed(self, trouble: Trouble | None) -> Trouble | None:
         """The same answer on all processes: the trouble of the first that has any."""
@@ -275,8 +201,9 @@ class Training:
         train = self.epoch.means(self.world)
         scores = {f"train_{name}": train[name] for name in ("loss", "accuracy", "miou") if train.get(name) is not None}
         if self.valid is not None:
-            judged = self.ema.module if self.ema is not None else self.model
-            found = evaluate(judged, *self.valid, batch_size=self.evaluation_batch(), objective=self.objective, world=self.world)
+            batch = max(1, self.config.batch_size // self.world.size)
+            judged = self.learner.judged()
+            found = evaluate(judged, *self.valid, batch_size=batch, objective=self.objective, world=self.world)
             scores |= {f"valid_{name}": value for name, value in found.items()}
         self.seconds += time.perf_counter() - begun
         self.scores, self.epoch = scores, Tally()
@@ -287,35 +214,25 @@ class Training:
         if self.config.patience is not None:
             self.judge(epoch, scores)
 
-    def evaluation_batch(self) -> int:
-        """Samples of a process at a time."""
-        return max(1, self.config.batch_size // self.world.size)
-
     def judge(self, epoch: int, scores: dict[str, float]) -> None:
         """Keep the best weights; stop when it has been too long since."""
         assert self.config.patience is not None
         value = scores.get("valid_miou", scores.get("valid_accuracy", -scores["valid_loss"]))
         if self.best["value"] is None or value > self.best["value"]:
             self.best = {"value": value, "epoch": epoch, "scores": scores}
-            self.best_tensors = {name: tensor.detach().clone() for name, tensor in self.final_tensors().items()}
+            self.best_tensors = {name: tensor.detach().clone() for name, tensor in self.learner.judged().state_dict().items()}
         elif epoch - self.best["epoch"] >= self.config.patience:
             self.stopped = "patience"
 
-    def final_tensors(self) -> dict[str, Tensor]:
-        """The weights that the training comes to: averaged ones, where they are averaged."""
-        source = self.model if self.ema is None else self.ema.module
-        found: dict[str, Tensor] = source.state_dict()
-        return found
-
     def finish(self) -> Result:
         """Give the model its final weights, write them and the result."""
-        final = self.best_tensors or self.final_tensors()
+        final = self.best_tensors or self.learner.judged().state_dict()
         scores = self.best["scores"] or self.scores
         self.model.load_state_dict(final)
         epochs = self.step // self.plan.per_epoch
         result = Result(self.step, epochs, self.seconds, self.stopped, self.rollbacks, scores, self.store.metrics())
         if isinstance(self.store, Run):
-            write_tensors(self.store.folder / "model.safetensors", self.model.state_dict())
+            self.store.write_tensors("model.safetensors", self.model.state_dict())
             facts = {"stopped": self.stopped, "steps": self.step, "epochs": epochs, "rollbacks": self.rollbacks}
             parameters = sum(p.numel() for p in self.model.parameters())
             self.store.write("result.json", {**facts, "seconds": round(self.seconds, 3), "parameters": parameters, **scores})
@@ -357,41 +274,21 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint of everything that the rest depends on."""
         self.window, self.epoch = self.window.gathered(self.world), self.epoch.gathered(self.world)
-        tensors = prefixed("model", self.model.state_dict()) | prefixed("optimizer", optimizer_tensors(self.optimizer))
-        tensors |= prefixed("random", random_state(self.world)) | prefixed("norms", self.norms.vectors)
-        tensors |= prefixed("best", self.best_tensors)
-        if self.ema is not None:
-            tensors |= prefixed("ema", self.ema.state_dict())
-        if self.warm is not None and self.warm.states is not None:
-            tensors["warm.states"] = self.warm.states
-        state = {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "window": asdict(self.window),
-            "epoch": asdict(self.epoch),
-            "passed": sorted(self.norms.passed),
-            "scaler": self.scaler.state_dict(),
-        }
+        tensors = self.learner.tensors() | prefixed("random", random_state(self.world)) | prefixed("best", self.best_tensors)
+        own = {name: getattr(self, name) for name in _PLAIN}
+        state = {**own, "window": asdict(self.window), "epoch": asdict(self.epoch), "learner": self.learner.state()}
         self.store.save(Checkpoint(self.step, tensors, state))
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Everything as it was when the checkpoint was saved."""
         tensors, state = checkpoint.tensors, checkpoint.state
         self.step = checkpoint.step
-        self.model.load_state_dict(within("model", tensors))
-        load_optimizer(self.optimizer, within("optimizer", tensors))
+        self.learner.restore(tensors, state["learner"])
         load_random_state(within("random", tensors), self.world)
-        self.norms.vectors = {name: v.to(self.world.device) for name, v in within("norms", tensors).items()}
-        self.norms.passed = set(state["passed"])
         self.best_tensors = {name: tensor.clone() for name, tensor in within("best", tensors).items()}
-        if self.ema is not None:
-            self.ema.load_state_dict(within("ema", tensors))
-        if self.warm is not None:
-            self.warm.states = tensors["warm.states"].clone() if "warm.states" in tensors else None
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.window, self.epoch = (Tally.restored(state[name], self.world) for name in ("window", "epoch"))
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
 
     def recover(self, trouble: Trouble) -> None:
         """Go back to the last good checkpoint with a smaller step size, or stop."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from opteq.runs import Checkpoint, Run, write_atomic
+from opteq.runs import Checkpoint, Run
 from opteq.training.processes import World
 
 
@@ -116,13 +116,6 @@ def _keeping(folder: Path, config: Mapping[str, Any], free: Iterable[str]) -> di
     stored = Run.read(folder).config.get("train", {})
     kept = {name: stored[name] for name in free if name in stored}
     return {**config, "train": {**config["train"], **kept}}
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file, whole or not at all."""
-    from safetensors.torch import save
-
-    write_atomic(path, save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}))
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
