@@ -363,14 +363,16 @@ def test_a_linearised_map_takes_its_kind_from_its_base() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("restart", [2, 30])
-@pytest.mark.parametrize("seed", range(10))
-def test_gmres_does_not_converge_on_inconsistent_systems(seed: int, restart: int, dtype: torch.dtype) -> None:
-    g = torch.Generator().manual_seed(seed)
-    n = 4 + seed % 4
-    M = torch.diag(torch.cat([torch.ones(1), 0.8 * torch.rand(n - 1, generator=g)]))[None].to(dtype)
-    found = solve(dense(M, torch.ones(1, n, dtype=dtype)), torch.zeros(1, n, dtype=dtype), GMRES(restart), Stop(rtol=1e-4))
-    assert found.status is not Status.CONVERGED, found.z
+@pytest.mark.parametrize("n", [4, 5, 6, 7])
+def test_gmres_does_not_converge_on_inconsistent_systems(n: int, restart: int, dtype: torch.dtype) -> None:
+    seeds = range(n - 4, 60, 4)
+    rest = torch.stack([torch.rand(n - 1, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    M = torch.diag_embed(torch.cat([torch.ones(len(seeds), 1), 0.8 * rest], dim=1)).to(dtype)
+    g = torch.ones(len(seeds), n, dtype=dtype)
+    found = solve(dense(M, g), torch.zeros_like(g), GMRES(restart), Stop(rtol=1e-4))
+    assert not found.converged.any(), found.z
     assert found.z.isfinite().all()
+    assert (found.residual > 1e-4).all()
 
 
 def test_a_diverging_series_returns_the_start_with_its_true_residual() -> None:
@@ -393,13 +395,13 @@ def test_where_f_vanishes_the_relative_residual_is_infinite() -> None:
 @pytest.mark.parametrize("mu", [1.0, 2.5])
 @pytest.mark.parametrize("alpha", [1.0, 0.3])
 @pytest.mark.parametrize("name", ["relu", "tanh", "sigmoid"])
-@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
-def test_cg_in_the_dual_solves_the_primal_system(name: str, alpha: float, mu: float, scale: float) -> None:
+def test_cg_in_the_dual_solves_the_primal_system(name: str, alpha: float, mu: float) -> None:
     torch.manual_seed(0)
     cell = OptEq(3, 7, 5, activation=name, alpha=alpha, mu=mu).double()
     with torch.no_grad():
         cell.W.mul_((0.95 * mu / cell.activation.lipschitz) ** 0.5 / torch.linalg.matrix_norm(cell.W, 2))
     fn, z = cell.bind(torch.randn(4, 3).double()).detach(), torch.randn(4, 7).double()
+    scale = torch.tensor([[1.0], [1e30], [1e-30], [1.0]], dtype=torch.float64)  # of each sample
     g = scale * torch.randn(4, 7).double()
     g[3] = 0
     J = torch.stack([torch.func.jacrev(lambda v, i=i: fn.select(torch.tensor([i]))(v[None])[0])(z[i]) for i in range(4)])
@@ -410,7 +412,7 @@ def test_cg_in_the_dual_solves_the_primal_system(name: str, alpha: float, mu: fl
         sound = torch.arange(4) < (4 if not v0.any() else 3)  # a zero solution has no relative residual but from zero
         assert found.converged[sound].all()
         check_honest(found, equation)
-        torch.testing.assert_close(found.z[sound], exact[sound], rtol=1e-7, atol=1e-8 * scale)
+        torch.testing.assert_close((found.z / scale)[sound], (exact / scale)[sound], rtol=1e-7, atol=1e-8)
     assert solve(equation, torch.zeros_like(g), DualCG(), Stop(rtol=1e-11)).steps[3] == 0
     assert solve(equation, exact, DualCG(), Stop(rtol=1e-11)).steps.tolist() == [0, 0, 0, 0]
 

@@ -422,16 +422,20 @@ class _Loop:
         good = self.live & known & finite & self.meets(size, scale)
         if (good & risen).any():
             good &= ~risen | (self.meets(size, self.start) & self.turns(state, z, size, scale))
+        runaway = good & (growth > self.too_far)  # there, a residual as large as the start is lost in rounding
+        if runaway.any():
+            runaway &= self.drifts(z)
+            good &= ~runaway
         if (self.solver.selective and not last) or (self.fn.coupled and not good[self.live].all()):
             good = torch.zeros_like(good)
         residual = torch.where(size > 0, size / scale, torch.zeros_like(size))
-        better = self.live & known & finite & (~(residual >= self.residual[self.rows]) | self.solver.selective)
+        better = self.live & known & finite & ~runaway & (~(residual >= self.residual[self.rows]) | self.solver.selective)
         if self.fn.coupled:  # iterates of different steps do not go together
             better &= ~(residual.max() >= self.residual.max())
         self.keep(good | (better & ~(risen & (growth > self.far))), z, residual)
         self.record(self.live & known, residual)
         self.steps[self.rows[self.live]] = step
-        lost = risen & (growth > (self.far if last else self.too_far))
+        lost = runaway | risen & (growth > (self.far if last else self.too_far))
         self.finish(good, 0)
         self.finish(~finite, _NONFINITE)
         self.finish(lost, _DIVERGED)
@@ -462,6 +466,12 @@ class _Loop:
         self.evals += 1 if state.exact else 2
         noise = 2 * self.eps * scale
         return (size <= noise) | (norm((self.fn(fz) - fz).sub_(fz).add_(z)) > 1e-6 * size + noise)
+
+    def drifts(self, z: Tensor) -> Tensor:
+        """Whether f moves z along itself as the identity does: then z has run away along a direction in which I - J is singular."""
+        push = math.sqrt(self.eps) * z
+        self.evals += 2
+        return norm(self.fn(z + push) - self.fn(z) - push) <= 1e-3 * norm(push)
 
     def keep(self, mask: Tensor, z: Tensor, residual: Tensor) -> None:
         """Store the rows of z under the mask as the best of their samples."""
