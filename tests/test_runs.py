@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import opteq
 from conformance import write_verify
 from opteq import runs
 from opteq.runs import Checkpoint, Run, RunError, RunWarning, environment, write_atomic
@@ -114,7 +115,7 @@ def _quick(monkeypatch, request):
     """The kill of a process, unlike that of a machine, does not need fsync; and git is asked only where it matters."""
     if "environment" not in request.node.name:
         monkeypatch.setattr(os, "fsync", lambda file: os.fstat(file))
-        monkeypatch.setattr(runs, "_git", lambda *_: None)
+        monkeypatch.setattr(runs.provenance, "_git", lambda *_: None)
 
 
 # Round trips
@@ -235,7 +236,7 @@ def check_refused(run: Run, *words: str, previous: int = 1, bad: int = 2) -> Non
     assert "\n" not in str(caught.value)
     with pytest.warns(RunWarning, match="refused") as seen:
         check_numbered(run.latest(), previous)
-    assert len(seen) == 1
+    assert [warning.filename for warning in seen] == [__file__]  # the caller's line
 
 
 @pytest.fixture
@@ -280,7 +281,7 @@ def forge(header: Path, **changes: Any) -> None:
     """The header with other fields, and the digest that fits them; None takes a field away."""
     fields = {**json.loads(header.read_text()), **changes}
     fields.pop("digest")
-    header.write_bytes(runs._seal({key: value for key, value in fields.items() if value is not None}))
+    header.write_bytes(runs.checkpoint._seal({key: value for key, value in fields.items() if value is not None}))
 
 
 @pytest.mark.parametrize(
@@ -338,7 +339,7 @@ def test_a_foreign_safetensors_file_is_refused(pair):
     check_refused(run, "corrupted")
     tensors.write_bytes(b"PK" * 300)
     check_refused(run, "foreign")
-    forge(header, size=600, sha256=runs._sha256(b"PK" * 300))
+    forge(header, size=600, sha256=runs.checkpoint._sha256(b"PK" * 300))
     check_refused(run, "foreign")
 
 
@@ -402,7 +403,7 @@ def test_when_every_checkpoint_is_bad_there_is_no_latest_and_each_is_named(tmp_p
 
 def test_a_checkpoint_that_a_writer_replaces_while_a_reader_looks_is_not_called_bad(tmp_path, monkeypatch):
     with started(tmp_path, 1, keep=1) as run:
-        reader, read = Run.read(tmp_path), runs._unseal
+        reader, read = Run.read(tmp_path), runs.checkpoint._unseal
 
         def slow(path: Path) -> dict[str, Any]:
             header = read(path)
@@ -410,7 +411,7 @@ def test_a_checkpoint_that_a_writer_replaces_while_a_reader_looks_is_not_called_
                 run.save(numbered(2))
             return header
 
-        monkeypatch.setattr(runs, "_unseal", slow)
+        monkeypatch.setattr(runs.checkpoint, "_unseal", slow)
         check_numbered(reader.latest(), 2)
 
 
@@ -666,9 +667,9 @@ def test_a_run_that_another_process_makes_just_before_the_lock_is_taken_is_left_
     def late(folder: Path) -> Any:
         monkeypatch.undo()
         started(folder, 1).close()
-        return runs._locked(folder)
+        return runs.files.Lock(folder)
 
-    monkeypatch.setattr(runs, "_locked", late)
+    monkeypatch.setattr(runs.folder, "Lock", late)
     with pytest.raises(RunError, match="already holds a run"):
         Run.create(tmp_path / "run", {})
     with Run.open(tmp_path / "run") as run:
@@ -676,7 +677,7 @@ def test_a_run_that_another_process_makes_just_before_the_lock_is_taken_is_left_
 
 
 def test_a_failure_at_any_call_of_create_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "environment", dict)
+    monkeypatch.setattr(runs.folder, "environment", dict)
     own = tmp_path / "own"
     own.mkdir()
     (own / "notes.txt").write_text("mine")
@@ -695,7 +696,7 @@ def test_a_failure_at_any_call_of_create_leaves_nothing_behind(tmp_path, monkeyp
 
 @forks
 def test_a_kill_at_any_call_of_create_leaves_a_run_or_a_folder_that_can_hold_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "environment", dict)
+    monkeypatch.setattr(runs.folder, "environment", dict)
     for k in itertools.count(1):
         folder = tmp_path / str(k) / "run"
 
@@ -759,6 +760,7 @@ def test_reading_writes_nothing_and_needs_no_lock(tmp_path):
                 lambda: reader.log({}),
                 lambda: reader.rewind(0),
                 lambda: reader.write("a.json", 1),
+                lambda: reader.write_tensors("a.safetensors", {}),
             ):
                 with pytest.raises(RunError, match=r"open for reading only: use Run\.open"):
                     act()
@@ -870,9 +872,9 @@ def test_a_forked_child_cannot_write_and_leaves_its_parents_lock_alone(tmp_path)
         with pytest.raises(RunError, match="another process"):
             Run.open(tmp_path)
         run.save(numbered(2))
-    runs._forget_locks()
+    runs.files._forget_locks()
     with started(tmp_path / "second") as run:
-        runs._forget_locks()  # as in a child, where coverage does not look
+        runs.files._forget_locks()  # as in a child, where coverage does not look
         with pytest.raises(RunError, match="reading only"):
             run.log({})
 
@@ -882,12 +884,13 @@ def test_where_files_cannot_be_locked_it_is_said_and_where_the_module_is_missing
         raise OSError(errno.ENOLCK, "No locks available")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.fcntl, "flock", refuse)
-        with pytest.warns(RunWarning, match="could not be locked"):
+        patch.setattr(runs.files.fcntl, "flock", refuse)
+        with pytest.warns(RunWarning, match="could not be locked") as seen:
             run = Run.create(tmp_path / "a", {})
+        assert seen[0].filename == __file__
         run.save(numbered(1))
         run.close()
-    monkeypatch.setattr(runs, "fcntl", None)
+    monkeypatch.setattr(runs.files, "fcntl", None)
     with started(tmp_path / "b", 1), Run.open(tmp_path / "b") as run:
         check_numbered(run.latest(), 1)
 
@@ -986,6 +989,62 @@ def test_further_files_lie_in_the_folder_under_plain_names(tmp_path):
             run.read_json("certificate.json")
 
 
+def test_files_of_tensors_come_back_bit_by_bit_and_need_no_checkpoint(tmp_path):
+    from safetensors.torch import load_file
+
+    tied = torch.nn.Parameter(torch.randn(3, 2))
+    tensors = {"a": tied, "b": tied, "t": tied.T, "n": torch.tensor(float("nan"), dtype=torch.float64), "i": torch.arange(3)[::2]}
+    with Run.create(tmp_path / "run", {}) as run:
+        for _ in range(2):
+            run.write_tensors("model.safetensors", tensors)
+        for found in (Run.read(run.folder).read_tensors("model.safetensors"), load_file(run.folder / "model.safetensors")):
+            assert found.keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                assert (found[name].dtype, found[name].shape, found[name].requires_grad) == (tensor.dtype, tensor.shape, False)
+                assert raw(found[name]) == raw(tensor.detach())
+        assert (run.steps(), len(names(run.folder))) == ([], 5)
+
+
+def test_files_of_tensors_have_plain_names_and_what_is_missing_or_something_else_is_refused(tmp_path):
+    with Run.create(tmp_path / "run", {}) as run:
+        run.write_tensors("model.safetensors", {"x": torch.zeros(2)})
+        path = run.folder / "model.safetensors"
+        for name in ("../x.safetensors", "a/b.safetensors", ".x.safetensors", "x.json", "x.safetensors\n", "model_safetensors", ""):
+            with pytest.raises(ValueError, match="'name' parameter of Run"):
+                run.write_tensors(name, {})
+            with pytest.raises(ValueError, match="'name' parameter of Run"):
+                run.read_tensors(name)
+        for bad, message in [(torch.zeros(1, dtype=torch.complex128), "dtype"), (3, "a tensor")]:
+            with pytest.raises(TypeError, match=rf"tensors\['x'\]' parameter of Run\.write_tensors.*{message}"):
+                run.write_tensors("model.safetensors", {"x": bad})
+        with pytest.raises(RunError, match=r"other\.safetensors could not be read \(No such file"):
+            run.read_tensors("other.safetensors")
+        whole = path.read_bytes()
+        header = json.dumps({"x": {"dtype": "F6_E2M3", "shape": [8], "data_offsets": [0, 6]}}).encode()  # torch has no such dtype
+        for content in (b"", whole[:-1], b"PK" * 300, struct.pack("<Q", len(header)) + header + bytes(6)):
+            path.write_bytes(content)
+            with pytest.raises(RunError, match=r"model\.safetensors is foreign \(not safetensors\): put it back"):
+                run.read_tensors("model.safetensors")
+        path.rename(tmp_path / "moved")
+        path.symlink_to(tmp_path / "moved")
+        with pytest.raises(RunError, match="link"):
+            run.read_tensors("model.safetensors")
+
+
+def test_a_failure_at_any_call_of_writing_tensors_leaves_the_old_file_or_the_new_one_and_no_litter(tmp_path):
+    with Run.create(tmp_path, {}) as run:
+        for k in itertools.count(1):
+            run.write_tensors("model.safetensors", {"x": torch.zeros(3)})
+            with struck(k, full_disk) as calls, suppress(RunError):
+                run.write_tensors("model.safetensors", {"x": torch.ones(3)})
+            value = run.read_tensors("model.safetensors")["x"]
+            assert torch.equal(value, torch.full((3,), float("os.replace" in calls[: k - 1])))
+            assert len(names(tmp_path)) == 5
+            if len(calls) < k:
+                break
+        assert k == 6
+
+
 def test_write_atomic_takes_bytes_text_or_a_function_and_keeps_the_old_file_if_that_fails(tmp_path):
     path = tmp_path / "file"
     for content in (b"\x00\xff", "text é", lambda file: file.write(b"by hand")):
@@ -1047,7 +1106,7 @@ def test_the_environment_names_versions_and_devices_but_no_host_or_user(monkeypa
     found = environment()
     versions = {"python", "torch", "numpy", "opteq", "platform", "git_revision", "git_dirty"}
     assert set(found) == versions | {"cpus", "torch_threads", "devices"}
-    assert (found["torch"], found["cpus"]) == (torch.__version__, os.cpu_count())
+    assert (found["opteq"], found["torch"], found["cpus"]) == (opteq.__version__, torch.__version__, os.cpu_count())
     assert (found["torch_threads"], found["devices"]) == (torch.get_num_threads(), ["GPU 0", "GPU 1"])
     text = json.dumps(found)
     assert socket.gethostname() not in text
