@@ -1,72 +1,56 @@
-"""Solve a small OptEq layer, differentiate it, and look at the Solution. Run by `make demo`; takes seconds on a laptop."""
+"""Train a deep OptEq on digits, train a small network under a certificate, and write a report of both. Run by `make demo`.
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from torch import nn
+Two cores need less than a minute; the network has 16,650 parameters and gets at least 98% of the 360 test digits right.
+"""
 
-from opteq import Equilibrium, Solution, Stop, record
-from opteq.cells import OptEq
-from opteq.gradients import Implicit, JacobianFree, Phantom, Unrolled, gradient_error
-from opteq.solvers import Accelerated, Anderson, Broyden, Newton, Picard
-from opteq.theory import recover_problem
+import argparse
+import shutil
+from pathlib import Path
 
-
-def solution_table(solution: Solution) -> Table:
-    """One row for each sample."""
-    table = Table(title="The Solution, sample by sample", caption=f"{solution.evals} evaluations of f for the whole batch")
-    for heading in ("sample", "status", "steps", "|f(z) - z| / |f(z)|", "|z|"):
-        table.add_column(heading, justify="right")
-    rows = zip(solution.statuses, solution.steps.tolist(), solution.residual.tolist(), solution.z.detach(), strict=True)
-    for i, (status, steps, residual, z) in enumerate(rows):
-        table.add_row(str(i), status.name, str(steps), f"{residual:.1e}", f"{torch.linalg.vector_norm(z):.4f}")
-    return table
+from opteq import report
+from opteq.recipes import Data, Deep, Recipe, ScaledRelu, build, certificate_json, run, train_certified, trained_json
+from opteq.runs import Run
+from opteq.theory.certificates import certified_init, certify
+from opteq.training import TrainConfig
 
 
-def solver_table(cell: OptEq, x: torch.Tensor, stop: Stop) -> Table:
-    """The same layer by each solver."""
-    table = Table(title=f"Evaluations of f to reach {stop.rtol:g}")
-    for heading in ("solver", "evaluations", "worst residual", "status"):
-        table.add_column(heading)
-    for solver in (Picard(), Anderson(), Broyden(), Accelerated(), Newton()):
-        solution = Equilibrium(cell, solver, stop).solve(x)
-        table.add_row(type(solver).__name__, str(solution.evals), f"{solution.residual.max():.1e}", solution.status.name)
-    return table
+def train_digits(folder: Path, quick: bool) -> None:
+    """z = f(z, x) with f of two convolutional layers, constrained so that the equilibrium exists at every step."""
+    data = Data("digits", limit=128, test_limit=64) if quick else Data("digits")
+    training = TrainConfig(epochs=1 if quick else 8, batch_size=64, lr=1e-2, schedule="onecycle", crop=1)
+    result = run(Recipe(data, Deep(channels=16, hidden=(16, 32)), training), folder)
+    accuracy, steps, share = (result.scores[f"valid_{name}"] for name in ("accuracy", "solver_steps", "converged"))
+    print(f"{accuracy:.2%} of the test digits are right, after {result.seconds:.0f} s of training.")
+    print(f"{share:.0%} of the equilibria were found, in {steps:.1f} solver steps on average. The problem that they solve:")
+    print((folder / "problem.txt").read_text())
 
 
-def gradient_table(cell: OptEq, x: torch.Tensor, stop: Stop) -> Table:
-    """The error of each gradient strategy, against the exact one in float64."""
-    table = Table(title="Relative error of the gradient")
-    for heading in ("gradient", "error"):
-        table.add_column(heading)
-    for gradient in (Implicit(), Unrolled(10), Phantom(5), JacobianFree()):
-        table.add_row(repr(gradient), f"{gradient_error(Equilibrium(cell, stop=stop, gradient=gradient), x):.1e}")
-    return table
+def train_certified_network(folder: Path, quick: bool) -> None:
+    """y = a'z, z = relu(gamma z A + relu(x W)), on two classes of digits: weights with a certificate, then gradient descent."""
+    data = Data("digits", theory="unit", limit=8 if quick else 16, test_limit=2)
+    X, y = (dataset := data.load()).train
+    model = certified_init(build(Recipe(data, ScaledRelu(width=64)), dataset), X, y)
+    certificate = certify(model, X, y, sharp=True)
+    print(certificate.explain().partition("\n\n")[0])
+    monitor, violation = train_certified(model, X, y, certificate, steps=5 if quick else 100)
+    trained = trained_json(monitor, violation)
+    print("{steps} steps under the certificate: the loss went from {loss_first:.4g} to {loss_last:.4g}; ".format(**trained), end="")
+    print("at most {bound_last:.4g} was promised, and".format(**trained), violation or "everything promised was kept.", end="\n\n")
+    with Run.open(folder) as files:
+        files.write("certificate.json", certificate_json(certificate, trained))
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    console = Console()
-    cell = OptEq(in_features=10, features=32, hidden=64, activation="relu")
-    with torch.no_grad():
-        cell.W *= 0.95 / torch.linalg.matrix_norm(cell.W, 2)  # near the edge of well-posedness, ||W|| = 1
-    stop = Stop(rtol=1e-6, max_steps=500)
-    layer = Equilibrium(cell, stop=stop)
-    model = nn.Sequential(nn.Linear(4, 10), layer, nn.Linear(32, 1))
-
-    x = torch.randn(8, 4)
-    with record() as log:
-        model(x).square().mean().backward()
-    forward, backward = log
-    console.print("f(z) = W' relu(W z + U x + b). Which problem does its equilibrium solve?", style="bold")
-    console.print(f"{recover_problem(cell)}\n", markup=False, highlight=False)
-    console.print(solution_table(forward))
-    console.print(
-        f"Backward: {backward.evals} products with I - J', solved to {backward.residual.max():.1e} by conjugate gradients.\n"
-    )
-    inputs = model[0](x).detach()
-    console.print(solver_table(cell, inputs, stop))
-    console.print(gradient_table(cell, inputs, stop))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="the run folder; an earlier one is replaced")
+    parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything works")
+    options = parser.parse_args()
+    if (options.folder / "config.json").exists():  # a run, and nothing else
+        shutil.rmtree(options.folder)
+    train_digits(options.folder, options.quick)
+    train_certified_network(options.folder, options.quick)
+    print(f"The report: {report.write([options.folder])}")
+    print(f"Next: opteq landscape {options.folder} --steps 21    opteq train --help")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,5 @@
 """The experiments of the papers, one readable file for each table or figure: `python -m opteq.experiments.NAME`."""
 
-import pkgutil
+from opteq.experiments._harness import Experiment, Options, Status, load, names, run, status
 
-__all__ = ["names"]
-
-
-def names() -> list[str]:
-    """The experiments there are, by the names of their files."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+__all__ = ["Experiment", "Options", "Status", "load", "names", "run", "status"]

@@ -33,8 +33,7 @@ import opteq
 from opteq import Cell, Equilibrium, Map, Solver, Stop
 from opteq.batch import dot
 from opteq.cells import DeepOptEq, OptEq, StackedOptEq, WideOptEq
-from opteq.checks import check_integer, invalid
-from opteq.experiments._harness import COLOURS, STYLE, Measured, Result, Series, at_least, at_most, command
+from opteq.experiments._harness import COLOURS, STYLE, Measured, Options, Result, Series, at_least, at_most, claim, command
 from opteq.regularizers import L1, L2, Regularizer
 from opteq.solvers import SAM, Anderson, Picard
 from opteq.theory import from_feedforward, inclusion_residual, objective, recover_problem, unit_layers
@@ -42,8 +41,9 @@ from opteq.theory import from_feedforward, inclusion_residual, objective, recove
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["CLAIMS", "PRESETS", "Config", "figure", "main", "run"]
+__all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "main", "run"]
 
+ABOUT = (__doc__ or "").split("\n")[0]
 CLAIMS = {
     "theorem_1": "The equilibrium of a layer minimises phi, for every monotone activation; no step z <- f(z) raises phi.",
     "table_1": "A skip connection leaves the equilibrium where it is, for all alpha in (0, 1]; it minimises the envelope of phi.",
@@ -550,22 +550,19 @@ CHECKS: dict[str, Callable[[Config, torch.Generator], tuple[Measured, Series]]] 
 }
 
 
-def run(preset: str = "small", *, seed: int = 0) -> Result:
+def run(options: Options) -> Result:
     """What was measured for each claim, its threshold, and whether it shows the claim; and the series of the figure."""
-    if preset not in PRESETS:
-        raise ValueError(invalid("run", "preset", " or ".join(map(repr, PRESETS)), preset))
-    check_integer("run", "seed", seed, 0)
-    config, claims = PRESETS[preset], {}
+    config, claims, seed = PRESETS[options.preset], {}, options.seed
     series: Series = {}
     with torch.no_grad():
         for i, (name, check) in enumerate(CHECKS.items()):
             draw = torch.Generator("cpu").manual_seed(1000 * seed + i)  # its own, so that a claim can be run alone
             measured, curves = check(config, draw)
-            claims[name] = {"claim": CLAIMS[name], "shown": all(m["shown"] for m in measured.values()), "measured": measured}
+            claims[name] = claim(CLAIMS[name], measured)
             series |= curves
     return {
         "experiment": "opteq_theorems",
-        "preset": preset,
+        "preset": options.preset,
         "config": asdict(config),
         "seed": seed,
         "versions": {"opteq": opteq.__version__, "torch": torch.__version__},
@@ -656,8 +653,7 @@ def draw_sam(axes: "Axes", series: Series) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a preset and write its result and figure; 0 if every claim is shown."""
-    about = (__doc__ or "").split("\n")[0]
-    return command("opteq_theorems", about, PRESETS, lambda preset, seed: run(preset, seed=seed), figure, arguments)
+    return command("opteq_theorems", arguments)
 
 
 if __name__ == "__main__":

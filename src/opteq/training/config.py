@@ -30,17 +30,21 @@ class TrainConfig:
     batch_size: int = 128
     """Samples of a step, over all processes together."""
     optimizer: Optimizer = "adamw"
+    """The method; its other settings are PyTorch's own."""
     lr: float = 1e-3
     """The step size: the peak of the schedule."""
     momentum: float = 0.9
     """Of sgd."""
     weight_decay: float = 0.0
+    """Of all parameters, as PyTorch's optimizers mean it (for a penalty R_w = c |w|^2 with sgd: 2 c)."""
     schedule: Schedule = "cosine"
     """constant; step (times `decay` every `decay_every` epochs); cosine to 0; onecycle (up to lr for 30%, then down); poly."""
     warmup: float = 0.0
     """Epochs in which the step size grows linearly from 0 (not for onecycle)."""
     decay: float = 0.7
+    """Of step: the factor."""
     decay_every: float = 20.0
+    """Of step: the epochs between two factors."""
     power: float = 0.9
     """Of poly: (1 - t)^power."""
     mode: Mode = "own"
@@ -50,6 +54,7 @@ class TrainConfig:
     clip: float | None = None
     """Largest norm of the gradient."""
     label_smoothing: float = 0.0
+    """The share of the target that is spread over all classes."""
     ema: float | None = None
     """Decay of an exponential moving average of the weights, which is then validated and kept."""
     precision: Precision = "float32"
@@ -67,6 +72,7 @@ class TrainConfig:
     patience: int | None = None
     """Stop after so many epochs without a better validation, and keep the best weights."""
     seed: int = 0
+    """Of the order of samples, the augmentation and what the model draws."""
     least_converged: float = 0.5
     """The share of converged samples below which a step counts as gone wrong; 0 turns it off."""
     norms: Literal["off", "warn", "stop"] = "warn"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from opteq.checks import invalid
 from opteq.data import Augment
 from opteq.equilibrium import ConvergenceWarning
+from opteq.models import count_parameters
 from opteq.runs import Checkpoint, Run, RunError
 from opteq.training.batches import Loader, Plan
 from opteq.training.callbacks import AfterStep, Callback
@@ -234,7 +235,7 @@ class Training:
         if isinstance(self.store, Run):
             self.store.write_tensors("model.safetensors", self.model.state_dict())
             facts = {"stopped": self.stopped, "steps": self.step, "epochs": epochs, "rollbacks": self.rollbacks}
-            parameters = sum(p.numel() for p in self.model.parameters())
+            parameters = count_parameters(self.model)
             self.store.write("result.json", {**facts, "seconds": round(self.seconds, 3), "parameters": parameters, **scores})
         self.world.meet()
         for callback in self.callbacks:

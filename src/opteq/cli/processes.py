@@ -1,0 +1,58 @@
+"""One training on several processes, as torchrun starts them."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from torch import distributed
+
+from opteq.training import LostProcessError, World
+
+__all__ = ["World", "agree", "process_group"]
+
+
+@contextmanager
+def process_group(device: str | None) -> Iterator[World]:
+    """Join the other processes of the job, if there are any: by gloo on CPUs, by nccl on GPUs, one for each process."""
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield World(device=place)
+        return
+    if place.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    with _told_by_the_launcher():
+        distributed.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        try:
+            yield World.here(place)
+        finally:
+            distributed.destroy_process_group()
+
+
+@contextmanager
+def _told_by_the_launcher() -> Iterator[None]:
+    """torchrun ends all processes as soon as one dies: say so."""
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        raise LostProcessError(
+            "the launcher is ending this process, as it does when another one of the job died; the run folder has the last "
+            "checkpoint: start the job again with --resume."
+        )
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def agree(world: World, choice: str) -> str:
+    """The choice of the first process, for all."""
+    told = world.first_message(choice if world.first else None)
+    return choice if told is None else told[1]

@@ -1,0 +1,43 @@
+"""Trainings as settings: names of data sets and models become objects here, and only here."""
+
+from opteq.recipes.certified import certificate_json, train_certified, trained_json
+from opteq.recipes.data import Data
+from opteq.recipes.fields import RecipeError
+from opteq.recipes.kinds import Deep, Dense, Gaussian, Monotone, MonotoneConv, Repeat, Residual, ScaledRelu, Wide
+from opteq.recipes.others import Fcn, FeedForward, MdeqSmall, Multiscale, Ode, OpteqMid, OpteqSmall, Segmenter
+from opteq.recipes.recipe import KINDS, Model, Recipe, build, load_model, probe, problem, run
+from opteq.recipes.solving import Solve
+
+__all__ = [
+    "KINDS",
+    "Data",
+    "Deep",
+    "Dense",
+    "Fcn",
+    "FeedForward",
+    "Gaussian",
+    "MdeqSmall",
+    "Model",
+    "Monotone",
+    "MonotoneConv",
+    "Multiscale",
+    "Ode",
+    "OpteqMid",
+    "OpteqSmall",
+    "Recipe",
+    "RecipeError",
+    "Repeat",
+    "Residual",
+    "ScaledRelu",
+    "Segmenter",
+    "Solve",
+    "Wide",
+    "build",
+    "certificate_json",
+    "load_model",
+    "probe",
+    "problem",
+    "run",
+    "train_certified",
+    "trained_json",
+]

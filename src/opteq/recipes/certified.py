@@ -1,0 +1,60 @@
+"""Training under a certificate, and certificates as JSON."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opteq.models import Readout
+from opteq.theory.certificates import Certificate, Monitor, Violation, check
+
+__all__ = ["certificate_json", "train_certified", "trained_json"]
+
+
+def train_certified(
+    readout: Readout, X: Tensor, y: Tensor, certificate: Certificate, steps: int
+) -> tuple[Monitor, Violation | None]:
+    """Gradient descent on |y^ - y|^2 / 2 with the certificate's largest step, watched by a Monitor: what it saw, and what broke."""
+    every = next(n for n in range(max(1, steps // 50), 0, -1) if steps % n == 0)  # the last step is recorded, too
+    monitor = Monitor(readout, X, y, certificate, every=every, kernel=False)
+    optimizer = torch.optim.SGD(readout.parameters(), lr=certificate.max_step)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (readout(X) - y).square().sum().div(2).backward()
+        optimizer.step()
+        monitor()
+    return monitor, check(certificate, monitor.run)
+
+
+def trained_json(monitor: Monitor, violation: Violation | None) -> dict[str, Any]:
+    """What became of a training under a certificate."""
+    first, last = monitor.records[0], monitor.records[-1]
+    return {
+        "steps": last.k,
+        "step_size": monitor.step,
+        "loss_first": first.measurement.loss,
+        "loss_last": last.measurement.loss,
+        "bound_last": last.bound,
+        "violation": None if violation is None else violation.explain(),
+    }
+
+
+def certificate_json(certificate: Certificate, trained: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A certificate as JSON, the certificate.json of a run folder: NaN and infinity are null. `trained`: what came of it."""
+    conditions = [{name: getattr(condition, name) for name in _CONDITION} for condition in certificate.conditions]
+    facts = {name: getattr(certificate, name) for name in _CERTIFICATE}
+    found = {**facts, "conditions": conditions, "explain": certificate.explain()}
+    return _finite(found if trained is None else {**found, "trained": trained})  # type: ignore[no-any-return]
+
+
+_CONDITION = ("name", "formula", "lhs", "rhs", "slack", "holds", "verdict", "evidence", "remedy")
+_CERTIFICATE = ("theorem", "kind", "holds", "max_step", "rate", "decay", "radii", "loss")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

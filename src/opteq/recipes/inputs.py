@@ -1,0 +1,51 @@
+"""What a model needs to know of its data."""
+
+import torch
+from torch import Tensor, nn
+
+from opteq.data import Dataset
+from opteq.equilibrium import Cell
+from opteq.models import Classifier, Readout, Standardize
+from opteq.recipes.solving import Solve
+
+__all__ = ["features", "images", "labels", "standardization", "vectors"]
+
+_ENOUGH = 10_000  # samples for the mean and the deviation of a channel
+
+
+def images(kind: str, dataset: Dataset) -> tuple[int, tuple[int, int]]:
+    """Channels, and (height, width)."""
+    shape = tuple(dataset.train.x.shape[1:])
+    if len(shape) != 3:
+        raise ValueError(
+            f"The model {kind} needs images [channels, height, width]; the samples of {dataset.name} are {list(shape)}."
+        )
+    return shape[0], (shape[1], shape[2])
+
+
+def labels(kind: str, dataset: Dataset) -> int:
+    """How many classes there are."""
+    if not dataset.classes:
+        raise ValueError(f"The model {kind} is a classifier; {dataset.name} has real targets: take dense, monotone, gaussian, ...")
+    return len(dataset.classes)
+
+
+def features(dataset: Dataset) -> int:
+    """The numbers of a sample."""
+    return int(dataset.train.x.shape[1:].numel())
+
+
+def vectors(cell: Cell, dataset: Dataset, solve: Solve) -> nn.Module:
+    """The cell on samples as vectors: a'z for real targets, class scores of z for labels."""
+    if dataset.classes:
+        return Classifier(nn.Flatten(), solve.layer(cell), nn.Linear(cell.state_shape[0], len(dataset.classes)))
+    if solve.gradient != "implicit":
+        raise ValueError(f"With real targets the gradient is implicit. Got {solve.gradient!r} instead.")
+    return Readout(cell, solve.method(), solve.stop()).to(dataset.train.x.dtype)
+
+
+def standardization(dataset: Dataset) -> Standardize:
+    """The layer that gives the channels of the training samples mean 0 and deviation 1."""
+    count = len(dataset.train)
+    x: Tensor = dataset.train.x[torch.linspace(0, count - 1, min(count, _ENOUGH)).long()]
+    return Standardize.of(x)

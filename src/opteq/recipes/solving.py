@@ -1,0 +1,70 @@
+"""How an equilibrium is solved and differentiated, as settings."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from opteq.equilibrium import Cell, Equilibrium
+from opteq.gradients import Gradient, Implicit, JacobianFree, Phantom, Unrolled
+from opteq.solve import Solver, Stop
+from opteq.solvers import Accelerated, Anderson, Broyden, ForwardBackward, Newton, PeacemanRachford, Picard
+
+__all__ = ["Solve"]
+
+SolverName: TypeAlias = Literal[
+    "auto", "picard", "anderson", "broyden", "newton", "accelerated", "forward-backward", "peaceman-rachford"
+]
+GradientName: TypeAlias = Literal["implicit", "unrolled", "phantom", "jacobian-free"]
+
+_SOLVERS: dict[str, type[Solver]] = {
+    "picard": Picard,
+    "anderson": Anderson,
+    "broyden": Broyden,
+    "newton": Newton,
+    "accelerated": Accelerated,
+    "forward-backward": ForwardBackward,
+    "peaceman-rachford": PeacemanRachford,
+}
+
+
+@dataclass(frozen=True)
+class Solve:
+    """How the equilibrium is found, and differentiated."""
+
+    solver: SolverName = "auto"
+    """auto: as the kind of the equilibrium suggests."""
+    rtol: float | None = None
+    """Relative residual |f(z) - z| / |f(z)| to reach; by default 1e-4, and what the precision allows on real targets."""
+    max_steps: int | None = None
+    """Steps of the solver at most; by default 100, and 2000 on real targets."""
+    gradient: GradientName = "implicit"
+    """implicit: exact; the others are approximations, or a fixed depth. `--train.mode` may replace it."""
+    steps: int = 5
+    """Of unrolled and phantom gradients."""
+
+    def method(self) -> Solver | None:
+        """The solver; None: the library chooses."""
+        return None if self.solver == "auto" else _SOLVERS[self.solver]()
+
+    def stop(self) -> Stop | None:
+        """The tolerance; None: the default of the layer."""
+        if self.rtol is None and self.max_steps is None:
+            return None
+        usual = Stop()
+        rtol, steps = usual.rtol if self.rtol is None else self.rtol, usual.max_steps if self.max_steps is None else self.max_steps
+        return Stop(rtol, max_steps=steps)
+
+    def derivative(self) -> Gradient:
+        """The gradient strategy."""
+        if self.gradient == "unrolled":
+            return Unrolled(self.steps)
+        if self.gradient == "phantom":
+            return Phantom(self.steps)
+        return Implicit() if self.gradient == "implicit" else JacobianFree()
+
+    def layer(self, cell: Cell) -> Equilibrium:
+        """x -> z with z = f(z, x)."""
+        return Equilibrium(cell, self.method(), self.stop(), self.derivative())
+
+
+AUTO = Solve()
+UNROLLED = Solve(gradient="unrolled")
