@@ -1,5 +1,6 @@
 """What every cell must satisfy, as classes that test modules parametrise with entries of a zoo."""
 
+import functools
 import math
 from collections.abc import Callable
 from copy import deepcopy
@@ -65,6 +66,19 @@ def steady(cell: Cell, x: Tensor) -> Solver | None:
     return Anderson(memory=2) if default_solver(cell.bind(x)) == Anderson() else None
 
 
+@functools.cache
+def solved(entry: Entry) -> Tensor:
+    """The equilibrium of an entry of the zoo, as made; to be read only."""
+    return equilibrium_of(entry.make(), entry.x())
+
+
+@functools.cache
+def among_mates(entry: Entry) -> Tensor:
+    """The same, to MATES by the steady solver."""
+    cell, x = entry.make(), entry.x()
+    return equilibrium_of(cell, x, MATES, steady(cell, x))
+
+
 def function_of(layer: nn.Module) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """layer(x) as a function of x and its parameters; and its parameters."""
     names = [name for name, _ in layer.named_parameters()]
@@ -123,7 +137,7 @@ class CellConformance:
     def test_symmetric_is_declared_exactly_where_the_jacobian_is(self, entry: Entry) -> None:
         cell, x = entry.make(), entry.x()
         fn = cell.bind(x).detach()
-        z = equilibrium_of(cell, x)
+        z = solved(entry)
         J = dense_jacobian(fn, z)
         asymmetry = float(torch.linalg.matrix_norm(J - J.T) / torch.linalg.matrix_norm(J))
         assert fn.symmetric is fn.linearize(z).symmetric is entry.symmetric
@@ -184,11 +198,11 @@ class ModuleConformance:
         assert torch.equal(cell.bind(x)(z), wanted)  # the copy shares nothing
         assert not other.load_state_dict(cell.state_dict()).missing_keys
         assert torch.equal(other.bind(x)(z), wanted)
-        assert torch.equal(equilibrium_of(other, x), equilibrium_of(cell, x))
+        assert torch.equal(equilibrium_of(other, x), solved(entry))
 
     def test_single_precision(self, entry: Entry) -> None:
         cell, x = entry.make(), entry.x()
-        wanted = equilibrium_of(cell, x)
+        wanted = solved(entry)
         cell = cell.float()
         layer = layer_of(cell, stop=Stop(rtol=1e-5, max_steps=500))
         z = layer(x.float())
@@ -229,7 +243,7 @@ class ModuleConformance:
         head = nn.Linear(math.prod(entry.state_shape()), 1).double()
         model = nn.Sequential(layer_of(cell), nn.Flatten(), head)
         x = entry.x()
-        wanted = head(equilibrium_of(cell, x).flatten(1))
+        wanted = head(solved(entry).flatten(1))
         out = model(x)
         torch.testing.assert_close(out, wanted)
         before = out.square().mean().item()
@@ -260,13 +274,12 @@ class IndependentCellConformance:
         torch.testing.assert_close(some, fn(z)[rows], rtol=1e-13, atol=1e-13)
 
     def test_a_sample_does_not_depend_on_its_batch_mates(self, entry: Entry) -> None:
-        cell, x = entry.make(), entry.x(7)
-        solver = steady(cell, x)
-        among = equilibrium_of(cell, x, MATES, solver)
-        for i in (0, 3, 6):
+        cell, x = entry.make(), entry.x()
+        solver, among = steady(cell, x), among_mates(entry)
+        for i in (0, 3):
             assert_same(among[i : i + 1], equilibrium_of(cell, x[i : i + 1], MATES, solver), 1e-12)
         other = x.clone()
-        other[1:] = 10 * entry.x(6, seed=8)
+        other[1:] = 10 * entry.x(BATCH - 1, seed=8)
         assert_same(among[:1], equilibrium_of(cell, other, MATES, solver)[:1], 1e-12)
 
     def test_nonfinite_samples_are_set_aside(self, entry: Entry) -> None:
@@ -279,7 +292,7 @@ class IndependentCellConformance:
         assert [s is Status.NONFINITE for s in solution.statuses] == [True, False, True, False]
         assert solution.converged[rest].all()
         assert solution.z.isfinite().all()
-        assert_same(solution.z[rest], equilibrium_of(cell, x, MATES, solver)[rest], 1e-12)
+        assert_same(solution.z[rest], among_mates(entry)[rest], 1e-12)
         found = torch.autograd.grad(solution.z.sum(), list(cell.parameters()), materialize_grads=True)
         wanted = torch.autograd.grad(layer_of(cell, solver, MATES)(x[rest]).sum(), list(cell.parameters()), materialize_grads=True)
         for a, b in zip(found, wanted, strict=True):

@@ -39,13 +39,17 @@ def random_matrix(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+def seed_weights(seed: int) -> None:
+    """torch.manual_seed for the CPU alone: for each accelerator that one would note down the whole stack, every time."""
+    torch.default_generator.manual_seed(seed)
+
+
 def matrix_of(operator: Operator, shape: tuple[int, ...]) -> Tensor:
-    """The matrix of an operator on samples of a shape, column by column."""
+    """The matrix of an operator on samples of a shape: its columns are the images of the unit vectors."""
     count = torch.Size(shape).numel()
     weight = operator.leaves()[0].tensor
     with torch.no_grad():
-        columns = [operator(unit.reshape(1, *shape)).flatten() for unit in torch.eye(count, dtype=weight.real.dtype)]
-    return torch.stack(columns, dim=1)
+        return operator(torch.eye(count, dtype=weight.real.dtype).reshape(count, *shape)).flatten(1).T
 
 
 def norm_of(cell: OptEqCell, size: tuple[int, int] = SIZE) -> float:
@@ -81,17 +85,17 @@ def contraction(cell: OptEqCell, seed: int, factor: float = FACTOR) -> OptEqCell
 
 
 def dense(seed: int, *, hidden: int = 6, factor: float = FACTOR, **options) -> OptEq:
-    torch.manual_seed(seed)
+    seed_weights(seed)
     return contraction(OptEq(INPUTS, FEATURES, hidden, **options), seed, factor)
 
 
 def conv(seed: int, kernel_size: int = 3, **options) -> ConvOptEq:
-    torch.manual_seed(seed)
+    seed_weights(seed)
     return contraction(ConvOptEq(CHANNELS_IN, CHANNELS, 3, kernel_size, **options), seed)
 
 
 def depthwise(seed: int, kernel_size: int = 3, **options) -> DepthwiseOptEq:
-    torch.manual_seed(seed)
+    seed_weights(seed)
     return contraction(DepthwiseOptEq(CHANNELS_IN, CHANNELS, 3, kernel_size, **options), seed)
 
 
@@ -102,7 +106,7 @@ def random_S(hidden: int, seed: int) -> Tensor:
 
 
 def multivariate(seed: int, *, hidden: int = 5, **options) -> MultivariateOptEq:
-    torch.manual_seed(seed)
+    seed_weights(seed)
     cell = contraction(MultivariateOptEq(INPUTS, FEATURES, hidden, **options), seed)
     cell.S = random_S(hidden, seed)
     return cell
@@ -271,12 +275,12 @@ def monotone(seed: int, cell: MonotoneCell, scale: float = 1.5) -> MonotoneCell:
 
 
 def gaussian(seed: int) -> GaussianDEQ:
-    torch.manual_seed(seed)
+    seed_weights(seed)
     return GaussianDEQ(INPUTS, FEATURES, sigma_w2=0.06).double()
 
 
 def scaled_relu(seed: int) -> ScaledReLU:
-    torch.manual_seed(seed)
+    seed_weights(seed)
     cell = ScaledReLU(INPUTS, FEATURES, gamma=0.4).double()
     with torch.no_grad():
         cell.A.add_(0.3 * random_matrix(FEATURES, FEATURES, seed=seed))

@@ -93,13 +93,13 @@ CASES = [(solver, True) for solver in (Picard(), *HISTORIES, CG(), Neumann())] +
 
 @pytest.mark.parametrize(("solver", "even"), CASES, ids=str)
 def test_memory_does_not_grow_with_the_number_of_steps(solver: Solver, even: bool) -> None:
-    few, many = peak_of_solve(solver, even, 10), peak_of_solve(solver, even, 100)
+    few, many = peak_of_solve(solver, even, 10), peak_of_solve(solver, even, 40 if even else 60)
     assert many <= few + 1.5  # the best iterate and one more temporary, however many steps
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["one pace", "compacted"])
 def test_memory_of_newton_does_not_grow_with_the_number_of_steps(even: bool) -> None:
-    few, many = peak_of_solve(Newton(), even, 6), peak_of_solve(Newton(), even, 20)
+    few, many = peak_of_solve(Newton(), even, 4), peak_of_solve(Newton(), even, 12)
     assert many <= few + 1.5
 
 
@@ -123,7 +123,9 @@ BOUNDED += [GMRES(10), GMRES(), CG(), Newton()]
 @pytest.mark.parametrize("even", [True, False], ids=["one pace", "compacted"])
 @pytest.mark.parametrize("solver", BOUNDED, ids=str)
 def test_memory_is_bounded(solver: Solver, even: bool) -> None:
-    assert peak_of_solve(solver, even, 3 if isinstance(solver, Newton) else 60) <= bound(solver)
+    history = getattr(solver, "memory", getattr(solver, "restart", 0))
+    steps = 3 if isinstance(solver, Newton) else history + 10 if even else 50  # the history is full; samples have been left out
+    assert peak_of_solve(solver, even, steps) <= bound(solver)
 
 
 def train_step(layer: Equilibrium, x: Tensor) -> None:
@@ -161,7 +163,7 @@ def test_what_is_kept_for_backward_does_not_grow_with_the_number_of_steps(solver
 def test_the_peak_of_a_train_step_does_not_grow_with_the_number_of_steps(solver: Solver) -> None:
     torch.manual_seed(0)
     cell, x = OptEq(8, N, 16), torch.randn(BATCH, 8)
-    few, many = (Equilibrium(cell, solver, Stop(rtol=0.0, max_steps=steps), on_failure="ignore") for steps in (10, 100))
+    few, many = (Equilibrium(cell, solver, Stop(rtol=0.0, max_steps=steps), on_failure="ignore") for steps in (10, 60))
     highest = [peak(lambda layer=layer: train_step(layer, x))[0] for layer in (few, many)]
     assert highest[1] <= highest[0] + 1.5
     assert highest[1] <= 12 + (6 if solver != Picard() else 0)

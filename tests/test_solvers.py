@@ -17,7 +17,9 @@ from conformance import (
     distance,
     residual,
     rows_of,
+    spoilt_run,
     uneven_cos,
+    uneven_run,
     uneven_tanh,
     write_verify,
 )
@@ -61,16 +63,19 @@ def exact(name: str) -> Tensor:
     return PROBLEMS[name].exact()
 
 
-def max_steps(problem: Problem) -> int:
-    return 5000 if problem.slow else 1500 if problem.solvable else 15
+def max_steps(problem: Problem, expected: Status) -> int:
+    if not problem.solvable:
+        return 15
+    return 300 if expected is Status.MAX_STEPS else 2500 if problem.slow else 1500
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_every_problem_gets_the_right_status(name: str, problem: Problem) -> None:
-    found = solve(problem.map(), problem.z0(), SOLVERS[name], Stop(rtol=1e-11, max_steps=max_steps(problem)))
     usual, others = EXPECTED[problem.name]
-    assert found.status is others.get(name, usual), found.explain()
+    expected = others.get(name, usual)
+    found = solve(problem.map(), problem.z0(), SOLVERS[name], Stop(rtol=1e-11, max_steps=max_steps(problem, expected)))
+    assert found.status is expected, found.explain()
     if usual is not Status.CONVERGED:
         assert set(found.statuses) == {usual}
     check_honest(found, problem.map())
@@ -95,38 +100,32 @@ def test_elementwise_maps_give_the_same_bits_alone_and_among_others(solver: Solv
     among = solve(fn, z0, solver, stop)
     assert among.status is Status.CONVERGED
     assert min(fn.log.rows) < 16
-    for i in range(0, 64, 3):
+    for i in range(0, 64, 7):
         alone = solve(fn.select(rows_of(i)), z0[:1], solver, stop)
         assert torch.equal(alone.z[0], among.z[i])
         assert torch.equal(alone.residual[0], among.residual[i])
         assert alone.steps[0] == among.steps[i]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("plain", [False, True], ids=["map", "callable"])
-def test_a_nonfinite_sample_leaves_every_bit_of_the_others(plain: bool, bad: float) -> None:
+def test_a_nonfinite_sample_leaves_every_bit_of_the_others(plain: bool) -> None:
     fn, spoilt = uneven_cos(), uneven_cos()
-    spoilt.shift[5, 0] = bad
+    spoilt.shift[5, 0], spoilt.shift[50, 0] = math.nan, math.inf
     z0, stop = torch.zeros_like(fn.shift), Stop(rtol=1e-10, max_steps=2000)
     clean = solve(fn.__call__ if plain else fn, z0, Picard(), stop)
     found = solve(spoilt.__call__ if plain else spoilt, z0, Picard(), stop)
-    others = torch.arange(64) != 5
-    assert found.statuses[5] is Status.NONFINITE
+    others = torch.ones(64, dtype=torch.bool)
+    others[[5, 50]] = False
+    assert found.statuses[5] is found.statuses[50] is Status.NONFINITE
     assert torch.equal(found.z[others], clean.z[others])
     assert torch.equal(found.steps[others], clean.steps[others])
     assert found.evals <= clean.evals + 1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("plain", [False, True], ids=["map", "callable"])
-@pytest.mark.parametrize("name", [name for name in SOLVERS if name != "Newton"])
-def test_a_nonfinite_sample_costs_at_most_one_evaluation(name: str, plain: bool, bad: float) -> None:
-    fn = uneven_tanh()
-    spoilt = TanhMap(fn.W.clone(), fn.u)
-    spoilt.W[7, 0, 0] = bad
-    z0, stop = torch.zeros_like(fn.u), Stop(rtol=1e-10, max_steps=2000)
-    clean = solve(fn.__call__ if plain else fn, z0, SOLVERS[name], stop)
-    found = solve(spoilt.__call__ if plain else spoilt, z0, SOLVERS[name], stop)
+@every_solver
+def test_a_nonfinite_sample_costs_at_most_one_evaluation(solver: Solver, plain: bool) -> None:
+    (clean, _), found = uneven_run(solver, plain), spoilt_run(solver, plain)
     assert found.evals <= clean.evals + 1
 
 
@@ -200,7 +199,7 @@ def test_singular_gram_matrices_are_no_error(memory: int, ridge: float | None, d
 
 
 def test_more_memory_takes_fewer_evaluations() -> None:
-    problem = PROBLEMS["linear, spectral radius 0.99"]
+    problem = PROBLEMS["linear, spectral radius 0.97"]
     counts = [solve(problem.map(), problem.z0(), Anderson(memory=m), Stop(rtol=1e-8, max_steps=3000)).evals for m in (1, 6, 12)]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] <= 2 * 8 + 2  # on linear maps of dimension 8: about what GMRES does
@@ -296,18 +295,6 @@ def test_newton_converges_in_few_steps_where_plain_iteration_cycles() -> None:
     assert solve(problem.map(), problem.z0(), Picard(), stop).status is not Status.CONVERGED
     found = solve(problem.map(), problem.z0(), Newton(), stop).raise_if_failed()
     assert int(found.steps.max()) <= 10
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("plain", [False, True], ids=["map", "callable"])
-def test_a_nonfinite_sample_costs_newton_at_most_one_evaluation(plain: bool, bad: float) -> None:
-    fn = uneven_tanh()
-    spoilt = TanhMap(fn.W.clone(), fn.u)
-    spoilt.W[7, 0, 0] = bad
-    z0, stop = torch.zeros_like(fn.u), Stop(rtol=1e-10, max_steps=2000)
-    clean = solve(fn.__call__ if plain else fn, z0, Newton(), stop)
-    found = solve(spoilt.__call__ if plain else spoilt, z0, Newton(), stop)
-    assert found.evals <= clean.evals + 1
 
 
 @pytest.mark.parametrize("solver", [Picard(), Anderson(), Broyden(), Newton()], ids=str)
