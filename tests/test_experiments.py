@@ -290,6 +290,7 @@ def test_a_wrong_order_or_a_norm_that_grows_is_not_shown():
         for claim in scaledrelu_width.CLAIMS:
             measured = scaledrelu_width.judge(claim, config, {"digits": {"m = 1": good, "m = 2": {**good, **bad}}})
             assert all(one["shown"] for one in measured.values()) == (claim != name)
+    assert scaledrelu_width.end([*range(40), 5.0, 100.0, 6.0, 7.0]) == 6.5  # of the last four, so that one peak does not matter
     low = scaledrelu_width.judge("norm", config, {"digits": {"m = 1": {**good, "norm": [0.1, 0.04]}}})
     assert [one["shown"] for one in low.values()] == [True, False]
 

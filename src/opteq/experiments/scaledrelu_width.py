@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,8 +44,8 @@ __all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "main", "run", "tra
 
 ABOUT = (__doc__ or "").split("\n")[0]
 CLAIMS = {
-    "training_loss": "The wider the network, the lower the training loss after the last step.",
-    "test_loss": "The wider the network, the lower the test loss after the last step.",
+    "training_loss": "The wider the network, the lower the training loss at the end: the median of the last tenth of the run.",
+    "test_loss": "The wider the network, the lower the test loss at the end, taken likewise.",
     "norm": "gamma ||A|| stays near gamma throughout training, and so below 1, where the equilibrium exists and is unique.",
 }
 NEAR = 0.5  # relative: how far gamma ||A|| may be from gamma
@@ -56,7 +57,7 @@ class Config:
 
     data: tuple[str, ...] = ("mnist", "fashion-mnist", "cifar10", "svhn")
     required: int = 1
-    widths: tuple[int, ...] = (30, 100, 300, 1000)
+    widths: tuple[int, ...] = (10, 100, 1000)
     samples: int = 1000  # for training, and as many for testing
     tests: int = 1000
     targets: tuple[float, float] = (0.0, 1.0)
@@ -182,9 +183,9 @@ def judge(name: str, config: Config, series: Series) -> Measured:
             measured[f"{dataset}: largest gamma ||A|| / gamma"] = at_most(norms, 1 + NEAR)
             measured[f"{dataset}: least gamma ||A|| / gamma"] = at_least(norms, 1 - NEAR)
         else:
-            last = [column(curve, name.removesuffix("ing_loss").removesuffix("_loss"))[-1] for curve in curves]
-            ratios = [wide / narrow for narrow, wide in pairwise(last)]
-            measured[f"{dataset}: last loss over that of the next narrower network, the largest"] = at_most(ratios, 1.0)
+            ends = [end(column(curve, "train" if name == "training_loss" else "test")) for curve in curves]
+            ratios = [wide / narrow for narrow, wide in pairwise(ends)]
+            measured[f"{dataset}: loss at the end over that of the next narrower network, the largest"] = at_most(ratios, 1.0)
     return measured
 
 
@@ -192,6 +193,11 @@ def column(curve: dict[str, list[float]] | None, name: str) -> list[float]:
     """A curve as numbers; NaN for what is missing."""
     values = [None] if curve is None else curve[name]
     return [float("nan") if value is None else value for value in values]
+
+
+def end(losses: Sequence[float]) -> float:
+    """The median of the last tenth: near the largest stable step a single loss may be one of those that go up."""
+    return float(np.median(losses[-max(1, len(losses) // 10) :]))
 
 
 # --- the figure -----------------------------------------------------------------------------------------------------------------
