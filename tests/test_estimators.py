@@ -23,7 +23,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_sp
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import get_tags
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import check_estimator, parametrize_with_checks
 from skops import io as skops
 
 from conformance import write_verify
@@ -73,16 +73,21 @@ def test_scikit_learn_accepts(estimator, check):
     check(estimator)
 
 
-@pytest.mark.verify
-@pytest.mark.parametrize("cell", ["opteq", "monotone"])
-@pytest.mark.parametrize("kind", [EquilibriumClassifier, EquilibriumRegressor])
-def test_scikit_learn_accepts_the_defaults(kind, cell):
-    from sklearn.utils.estimator_checks import check_estimator
+VARIANTS = {
+    "defaults": {},
+    "monotone": {**QUICK, "cell": "monotone", "max_iter": 12},
+    "deep": {**QUICK, "layers": 2, "max_iter": 12},
+}
 
-    found = check_estimator(kind(cell=cell), on_skip=None)
+
+@pytest.mark.verify
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", [EquilibriumClassifier, EquilibriumRegressor])
+def test_scikit_learn_accepts_the_defaults_and_other_cells(kind, variant):
+    found = check_estimator(kind(**VARIANTS[variant]), on_skip=None)
     skipped = sorted({f"{row['check_name']}: {row['exception']}" for row in found if row["status"] == "skipped"})
     assert all(row["status"] in ("passed", "skipped") for row in found)
-    write_verify(f"estimators_{kind.__name__}_{cell}", {"checks": len(found), "skipped": skipped})
+    write_verify(f"estimators_{kind.__name__}_{variant}", {"checks": len(found), "skipped": skipped})
 
 
 @pytest.mark.verify
@@ -248,6 +253,11 @@ def test_a_training_whose_equilibria_did_not_all_converge_is_told(labelled, monk
     with pytest.warns(ConvergenceWarning, match=r"25\.00% of the equilibria of the last epoch did not converge to rtol=0\.001"):
         estimator = small_classifier(max_iter=1).fit(*labelled)
     assert estimator.converged_ == 0.75
+
+
+def test_a_training_that_goes_wrong_is_an_error(labelled):
+    with pytest.raises(training.DivergenceError, match="0% of the samples converged in layer 'equilibrium'"):
+        small_classifier(constrained=False, learning_rate=100.0).fit(*labelled)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -12,20 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from opteq import Equilibrium, Stop
-from opteq.cells import ConvOptEq, DeepOptEq, FunctionCell, GaussianDEQ, Monotone, OptEq, ScaledReLU
+from opteq import ConvergenceError, Equilibrium, Stop
+from opteq.cells import ConvOptEq, DeepOptEq, FunctionCell, GaussianDEQ, Monotone, OptEq, ScaledReLU, StackedOptEq
 from opteq.equilibrium import observe
 from opteq.gradients import Implicit, Unrolled
-from opteq.models import Readout
+from opteq.models import Classifier, Readout
 from opteq.regularizers import L2
 from opteq.runs import Run, RunError, RunWarning
-from opteq.solvers import SAM
+from opteq.solvers import SAM, Picard
 from opteq.theory.certificates import Monitor
 from opteq.training import Callback, DivergenceError, Objective, TensorBoard, TrainConfig, evaluate, fit, set_mode, step_size
 from opteq.training.display import Bar, Lines, display, summary
 from opteq.training.extras import JacobianPenalty, WarmStart
+from opteq.training.norms import Norms
 from opteq.training.objective import Score
-from opteq.training.watch import Norms, Watch
+from opteq.training.watch import Watch
 
 SGD = TrainConfig(epochs=2, batch_size=10, optimizer="sgd", momentum=0.0, lr=0.1, schedule="constant", norms="off")
 
@@ -280,6 +281,24 @@ def test_the_jacobian_penalty_estimates_the_frobenius_norm():
         JacobianPenalty(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("option", [{"jacobian": 0.1}, {"warm_start": True}])
+def test_options_that_look_at_equilibria_work_in_a_classifier_and_say_where_they_do_not(option):
+    torch.manual_seed(0)
+    model = Classifier(nn.Linear(4, 5), OptEq(5, 6, 7), nn.Linear(6, 2))
+    assert fit(model, data(), None, replace(SGD, **option), verbose=False).steps == 6
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = Equilibrium(OptEq(4, 6, 7)), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer.solve(x).z)
+
+    with pytest.raises(ValueError, match="needs a model that calls its Equilibrium"):
+        fit(Around(), data(), None, replace(SGD, **option), verbose=False)
+
+
 def test_the_jacobian_penalty_shrinks_the_jacobian():
     plain, held = make_model(), make_model()
     config = replace(SGD, epochs=10)
@@ -376,6 +395,53 @@ def test_a_class_that_neither_occurs_nor_is_predicted_does_not_count():
     score = Score()
     score.add(Objective(), output, y, 0.0, 4.0)
     assert score.means() == {"loss": 0.0, "accuracy": 1.0, "miou": 1.0, "mean_accuracy": 1.0}
+
+
+def test_labels_that_are_left_out_count_nowhere():
+    output, y = torch.randn(10, 3), torch.arange(10) % 3
+    y[:4] = 9
+    score, objective = Score(), Objective(ignore=9)
+    score.add(objective, output, y, *(float(v) for v in objective(output, y)))
+    assert score.means()["accuracy"] == pytest.approx((output[4:].argmax(1) == y[4:]).float().mean().item())
+    for void in (255, -1):  # of a loss of one's own, which knows its void label
+        maps, own = torch.randint(0, 3, (2, 4, 4)), Score()
+        maps[0, 0] = void
+        own.add(Objective(own=nn.CrossEntropyLoss(ignore_index=void)), torch.randn(2, 3, 4, 4), maps, 0.0, 2.0)
+        assert own.judged == 28
+
+
+def test_a_loss_of_one_s_own_decides_what_is_best():
+    x, y = data()
+    model = nn.Sequential(nn.Linear(4, 1))
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(output[:, 0], y.float())
+
+    result = fit(model, (x, y), (x, y), replace(SGD, epochs=6, patience=2), loss=loss, verbose=False)
+    assert result.stopped is None
+    assert "valid_accuracy" not in result.scores
+
+
+def test_a_validation_of_nan_is_never_the_best():
+    calls = []
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        value = cross_entropy(output, y)
+        if torch.is_grad_enabled():
+            return value
+        calls.append(0)
+        return value * (math.nan if len(calls) <= 3 else 1.0)
+
+    result = fit(make_model(), data(), data(), replace(SGD, epochs=4, patience=3), loss=loss, verbose=False)
+    assert math.isfinite(result.scores["valid_loss"])
+
+
+def test_evaluation_leaves_every_module_in_its_own_mode():
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    model[1].eval()
+    x, y = data()
+    evaluate(model, x, y.to(torch.uint8))
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
 
 
 def test_evaluation_leaves_the_model_in_its_mode_and_does_not_depend_on_the_batches():
@@ -548,21 +614,20 @@ def test_each_family_has_its_own_limit(cell, text):
     with torch.no_grad():
         weight.copy_(torch.eye(5) * 0.9)
     norms = Norms(nn.Sequential(Equilibrium(cell)))
-    assert norms.step({}) is None
+    assert norms.step({}) == []
     with torch.no_grad():
         weight.copy_(torch.eye(5) * factor)
-    found = norms.step({})
-    assert found is not None
+    (found,) = norms.step({})
     assert torch.tensor(found.figure).item() == pytest.approx(factor)
     assert re.search(text, found.message)
-    assert norms.step({}) is None, "told once"
+    assert norms.step({}) == [], "told once"
 
 
 def test_the_norm_of_a_convolution_is_followed_on_the_size_of_its_images():
     torch.manual_seed(0)
     layer = Equilibrium(ConvOptEq(2, 3, 4))
     watch, norms = Watch.of(layer), Norms(layer)
-    assert norms.step(watch.shapes) is None, "no image has been seen yet"
+    assert norms.step(watch.shapes) == [], "no image has been seen yet"
     with observe(watch):
         layer(torch.randn(2, 2, 5, 6))
     for _ in range(200):
@@ -577,8 +642,149 @@ def test_the_norm_of_a_convolution_is_followed_on_the_size_of_its_images():
     assert found, "1 / 0.999 is above the limit of 1"
 
 
+def test_each_convolution_is_watched_on_the_images_of_its_own_layer():
+    """Names that begin alike, states with one more axis, and a model that is itself the layer."""
+    parts = [nn.Identity() for _ in range(11)]
+    parts[1], parts[10] = Equilibrium(ConvOptEq(2, 3, 4)), Equilibrium(ConvOptEq(3, 5, 4))
+    model = nn.Sequential(*parts)
+    stacked = Equilibrium(StackedOptEq([ConvOptEq(2, 3, 4), ConvOptEq(2, 3, 4)]))
+    for made, sizes in (
+        (model, {"1.cell": (3, 4, 6), "10.cell": (5, 4, 6)}),
+        (stacked, {"cell.cells.0": (3, 4, 6), "cell.cells.1": (3, 4, 6)}),
+    ):
+        watch, norms = Watch.of(made), Norms(made)
+        with observe(watch), torch.no_grad():
+            made(torch.randn(2, 2, 4, 6))
+        norms.step(watch.shapes)
+        assert {name: tuple(v.shape[1:]) for name, v in norms.vectors.items()} == sizes
+
+
+def test_two_weights_that_pass_at_once_are_both_told_and_a_weight_at_its_limit_is_not():
+    cells = [OptEq(3, 4, 4), OptEq(3, 4, 4)]
+    norms = Norms(nn.Sequential(Equilibrium(DeepOptEq(cells))))
+    with torch.no_grad():
+        for cell in cells:
+            cell.W.copy_(torch.linalg.qr(torch.randn(4, 4)).Q)
+        assert norms.step({}) == []
+        for cell in cells:
+            cell.W.mul_(1.01)
+    assert [trouble.layer for trouble in norms.step({})] == ["0.cell.cells.0", "0.cell.cells.1"]
+
+
+def test_layers_that_share_a_cell_are_told_apart():
+    cell = OptEq(4, 4, 5)
+    model = nn.Sequential(Equilibrium(cell, Picard(), Stop(rtol=1e-9, max_steps=1), on_failure="ignore"), Equilibrium(cell))
+    watch = Watch.of(model)
+    with observe(watch), torch.no_grad():
+        model(torch.randn(6, 4))
+    assert [(name, health.converged) for name, health in watch.layers.items()] == [("0", 0.0), ("1", 6.0)]
+
+
 def test_constrained_and_monotone_layers_are_not_watched():
     assert not Norms(nn.Sequential(Equilibrium(OptEq(2, 3, 3, constrained=True)), Equilibrium(Monotone(3, 3)))).weights
+
+
+class Stubborn(nn.Module):
+    """f(z, x) = z + 1 where x begins with a number above 5: no solution."""
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.where(x[:, :1] > 5, z + 1, 0.3 * torch.tanh(z) + x[:, :3])
+
+
+def stubborn_model(**options) -> nn.Sequential:
+    torch.manual_seed(0)
+    layer = Equilibrium(FunctionCell(Stubborn(), (3,)), stop=Stop(max_steps=20), **options)
+    return nn.Sequential(layer, nn.Linear(3, 2))
+
+
+def test_one_sample_that_never_converges_does_not_stop_a_training_even_alone_in_its_batch():
+    x, y = data(31)
+    x[:, 0] = x[:, 0].clamp(-2, 2)
+    x[3, 0] = 9.0
+    alone = Collect()
+    result = fit(stubborn_model(), (x, y), None, replace(SGD, epochs=10), callbacks=[alone], verbose=False)
+    assert result.steps == 40  # in 10 epochs of 31 samples in batches of 10, some sample is alone in each
+    assert all(0.9 <= row["converged"] < 1 for row in alone.rows if row["kind"] == "epoch")
+    x[:20, 0] = 9.0
+    with pytest.raises(DivergenceError, match="of the samples converged in layer '0'"):
+        fit(stubborn_model(), (x, y), None, replace(SGD, epochs=10), verbose=False)
+
+
+def test_layers_that_raise_are_under_the_guard_too():
+    x, y = data()
+    x[:, 0] = 9.0
+    config = replace(SGD, on_divergence="rollback", rollbacks=2)
+    model = stubborn_model(on_failure="raise")
+    with pytest.raises(ConvergenceError):  # from the start: nothing to go back to
+        fit(model, (x, y), None, config, verbose=False)
+    good = data()
+    model, calls = make_model(), []
+    model[1].on_failure = "raise"
+
+    class Once(Callback):
+        def step(self, step: int) -> None:
+            if step == 3 and not calls:
+                calls.append(step)
+                with torch.no_grad():
+                    model[1].cell.W.fill_(10.0)
+
+    result = fit(model, good, None, config, callbacks=[Once()], verbose=False)
+    assert (result.steps, result.rollbacks) == (6, 1)
+
+
+def test_a_monitor_goes_back_with_a_roll_back():
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    readout = Readout(GaussianDEQ(4, 30).double())
+    monitor = Monitor(readout, x, y, step=0.01, kernel=False)
+    config = replace(SGD, batch_size=6, epochs=5, lr=0.01, on_divergence="rollback", checkpoint_every=1)
+    spoil = Explode(readout.a, 3, math.inf, once=True)
+    result = fit(readout, (x, y), None, config, callbacks=[monitor, spoil], verbose=False)
+    assert result.rollbacks == 1
+    assert [record.k for record in monitor.records] == [0, 1, 2, 3, 4, 5]
+    assert [row["k"] for row in result.history if row["kind"] == "monitor"] == [1, 2, 3, 4, 5]
+
+
+def test_after_stopping_the_model_never_has_weights_that_are_known_to_be_bad():
+    model = make_model()
+
+    class Overflow(Callback):
+        """The weights stay finite, the loss does not; the checkpoint of step 2 has such weights."""
+
+        def step(self, step: int) -> None:
+            if step == 2:
+                with torch.no_grad():
+                    model[2].weight[0], model[2].weight[1] = 3e38, -3e38
+
+    with pytest.raises(DivergenceError, match="The model has the weights of step 1 again"):
+        fit(model, data(), None, replace(SGD, checkpoint_every=1), callbacks=[Overflow()], verbose=False)
+    assert model(data()[0]).isfinite().all()
+
+
+def test_a_nan_in_data_that_is_read_late_is_named_as_such():
+    class Lazy:
+        shape, dtype = (30, 4), torch.float32
+
+        def __len__(self) -> int:
+            return 30
+
+        def __getitem__(self, rows: Tensor) -> Tensor:
+            found = data()[0][rows]
+            found[rows == 7] = math.nan
+            return found
+
+    with pytest.raises(DivergenceError, match="it began in the batch itself: look at the data"):
+        fit(nn.Linear(4, 2), (Lazy(), data()[1]), None, SGD, verbose=False)
+
+
+def test_a_model_that_cannot_be_copied_still_stops_in_order():
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = super().forward(x)  # a tensor of the graph cannot be copied
+            return self.kept * (math.nan if torch.is_grad_enabled() else 1.0)
+
+    with pytest.raises(DivergenceError, match="it began in a place that could not be found"):
+        fit(Keeps(4, 2), data(), None, SGD, verbose=False)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -604,6 +810,9 @@ def test_bad_samples_are_refused_before_the_first_step():
             fit(model, *given, config=SGD, verbose=False)
     with pytest.raises(TypeError, match="floating-point x"):
         fit(model, (x.long(), y), None, SGD, verbose=False)
+    for pair in ((x.numpy(), y), (x, y.numpy()), x, None, 3, [(x, y)]):
+        with pytest.raises(TypeError, match=r"'train' parameter of fit must be a Split or a pair \(x, y\) of tensors"):
+            fit(model, pair, None, SGD, verbose=False)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
 
 
@@ -667,10 +876,15 @@ def test_resuming_with_other_settings_data_or_model_is_refused_by_name(tmp_path)
     folder = tmp_path / "run"
     fit(make_model(), data(), None, SGD, folder=folder, about={"model": {"kind": "a"}}, verbose=False)
     about = {"model": {"kind": "a"}}
+    changed, frozen = data(), make_model()
+    changed[0][17, 2] += 1e-3
+    frozen[0].requires_grad_(False)
     cases = [
         ((make_model(), data(), None, replace(SGD, lr=0.2)), about, r"train.lr: 0.1 -> 0.2"),
-        ((make_model(), data(20), None, SGD), about, r"fingerprint.data"),
-        ((make_model(activation="tanh", mu=2.0), (data()[0] + 1, data()[1]), None, SGD), about, r"fingerprint.data"),
+        ((make_model(), data(20), None, SGD), about, r"fingerprint.train"),
+        ((make_model(), changed, None, SGD), about, r"fingerprint.train"),
+        ((make_model(), data(), data(), SGD), about, r"fingerprint.valid"),
+        ((frozen, data(), None, SGD), about, r"fingerprint.model"),
         ((nn.Linear(4, 2), data(), None, SGD), about, r"fingerprint.model"),
         ((make_model(), data(), None, SGD), {"model": {"kind": "b"}}, r"model.kind: '?\"?a'?\"? -> '?\"?b"),
     ]
@@ -707,7 +921,7 @@ def test_a_finished_run_resumes_to_its_end_at_once(tmp_path):
 # ---------------------------------------------------------------- callbacks and what is shown
 
 
-def test_callbacks_hear_of_every_step_and_row_and_are_closed():
+def test_callbacks_hear_of_every_step_and_row_and_are_closed(tmp_path):
     told = Collect()
     result = fit(make_model(), data(), data(), SGD, callbacks=[told], verbose=False)
     assert told.steps == [1, 2, 3, 4, 5, 6]
@@ -719,6 +933,22 @@ def test_callbacks_hear_of_every_step_and_row_and_are_closed():
         def step(self, step: int) -> None:
             raise RuntimeError("mine")
 
+    class Short(Callback):
+        def step(self, step: int) -> dict[str, float]:
+            return {"mine": 1.0}
+
+        def close(self) -> None:
+            raise RuntimeError("in closing")
+
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="in closing"):
+        fit(make_model(), data(), None, SGD, folder=folder, callbacks=[Short()], verbose=True)
+    with Run.open(folder) as run:  # the lock is free
+        assert [row["step"] for row in run.metrics() if row["kind"] == "callback"] == [1, 2, 3, 4, 5, 6]
+    refused = Collect()
+    with pytest.raises(RunError):
+        fit(make_model(), data(), None, SGD, folder=folder, callbacks=[refused], verbose=False)
+    assert refused.told == ["close"]
     failing = Fail()
     with pytest.raises(RuntimeError, match="mine"):
         fit(make_model(), data(), None, SGD, callbacks=[failing], verbose=False)

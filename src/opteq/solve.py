@@ -422,7 +422,7 @@ class _Loop:
         good = self.live & known & finite & self.meets(size, scale)
         if (good & risen).any():
             good &= ~risen | (self.meets(size, self.start) & self.turns(state, z, size, scale))
-        runaway = good & (growth > self.too_far)  # there, a residual as large as the start is lost in rounding
+        runaway = good & (growth > 0.01 * self.too_far)  # there, a residual as large as the start is lost in rounding
         if runaway.any():
             runaway &= self.drifts(z)
             good &= ~runaway

@@ -16,8 +16,6 @@ from opteq.models import Standardize
 from opteq.solve import Solution, Stop
 
 Arrays = dict[str, NDArray[Any]]
-MARGIN = 0.2
-"""How far from ill-posed a cell is kept: z moves by at most 1 / MARGIN times what is injected, and a few large steps do no harm."""
 
 
 class Network(nn.Sequential):
@@ -46,6 +44,8 @@ class Architecture:
     activation: str
     alpha: float
     constrained: bool
+    margin: float = 0.2
+    """How far from ill-posed a cell is kept: z moves by at most 1 / margin times what is injected."""
 
     def network(self, standardize: Standardize, stop: Stop) -> Network:
         """A network with new weights, in single precision."""
@@ -54,13 +54,13 @@ class Architecture:
 
     def _cell(self) -> Cell:
         if self.cell == "monotone":
-            return Monotone(self.inputs, self.width, m=MARGIN, activation=self.activation)
+            return Monotone(self.inputs, self.width, m=self.margin, activation=self.activation)
         cells = [self._layer() for _ in range(self.layers)]
         return cells[0] if len(cells) == 1 else DeepOptEq(cells)
 
     def _layer(self) -> OptEq:
         options: dict[str, Any] = {"activation": self.activation, "alpha": self.alpha, "constrained": self.constrained}
-        return OptEq(self.inputs, self.width, self.hidden, margin=MARGIN, **options)
+        return OptEq(self.inputs, self.width, self.hidden, margin=self.margin, **options)
 
     def tolerance(self, rtol: float, dtype: torch.dtype) -> float:
         """The rtol of a layer with a skip connection, whose residual is alpha times that of the layer without one."""

@@ -49,7 +49,7 @@ class Settings:
 
     def architecture(self, inputs: int, outputs: int) -> Architecture:
         """Of a network for data with so many features and outputs."""
-        own = {field.name: getattr(self, field.name) for field in fields(Architecture) if field.name not in ("inputs", "outputs")}
+        own = {field.name: getattr(self, field.name) for field in fields(Architecture) if hasattr(self, field.name)}
         return Architecture(inputs, outputs, **own)
 
 

@@ -42,11 +42,10 @@ class Network(nn.Module):
 
     def states(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
         """z, the solver begun at z0."""
-        if isinstance(self.equilibrium, Equilibrium):
-            return self.solve(x, z0).z
-        if z0 is not None:
+        if z0 is not None and not isinstance(self.equilibrium, Equilibrium):
             raise TypeError(invalid(self, "z0", "None: this network has no equilibrium to start from it", list(z0.shape)))
-        out: Tensor = self.equilibrium(self.features(x))
+        given = (self.features(x),) if z0 is None else (self.features(x), z0)
+        out: Tensor = self.equilibrium(*given)
         return out
 
 

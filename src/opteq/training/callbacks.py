@@ -24,6 +24,9 @@ class Callback:
     def row(self, row: Row) -> None:
         """A row of metrics was written: its kind is "step", "epoch" or "event"."""
 
+    def rewind(self, step: int) -> None:
+        """The training went back to where it had made `step` steps."""
+
     def end(self, result: Any) -> None:
         """After the last step."""
 
@@ -42,6 +45,10 @@ class AfterStep(Callback):
         if isinstance(self.function, Monitor) and found is not None:
             return {"kind": "monitor", "step": step, **found.row()}
         return None
+
+    def rewind(self, step: int) -> None:
+        if isinstance(self.function, Monitor):
+            self.function.rewind(step)
 
 
 class TensorBoard(Callback):

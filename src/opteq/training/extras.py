@@ -47,6 +47,8 @@ class WarmStart:
         finally:
             for hook in hooks:
                 hook.remove()
+        if self.states is None:
+            raise ValueError("warm_start needs a model that calls its Equilibrium: layer(x), not layer.solve(x).")
 
 
 class JacobianPenalty:
@@ -80,6 +82,8 @@ class JacobianPenalty:
 
     def value(self) -> Tensor:
         """The mean over the samples."""
+        if not self.seen:
+            raise ValueError("jacobian needs a model that calls its Equilibrium: layer(x), not layer.solve(x).")
         return torch.stack([self._of(*seen) for seen in self.seen]).sum()
 
     @staticmethod

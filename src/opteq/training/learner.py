@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from opteq.checks import invalid
 from opteq.equilibrium import observe
+from opteq.training.blame import nan_gradient, nan_loss, nan_parameter, nan_state
 from opteq.training.config import TrainConfig
 from opteq.training.extras import JacobianPenalty, WarmStart
 from opteq.training.modes import set_mode
+from opteq.training.norms import Norms
 from opteq.training.objective import Objective
 from opteq.training.parts import autocast, averaged, make_optimizer
 from opteq.training.processes import World
 from opteq.training.state import load_optimizer, optimizer_tensors, prefixed, within
-from opteq.training.watch import Norms, Trouble, Watch, nan_gradient, nan_loss, nan_parameter, nan_state
+from opteq.training.watch import Trouble, Watch
 
 
 class Learner:
@@ -60,12 +62,15 @@ class Learner:
             return output, *self.objective(output, y)
 
     def after_forward(self, x: Tensor, loss: float) -> Trouble | None:
-        """Whether the loss and the equilibria are sound."""
+        """Whether the loss and the equilibria of this process are finite."""
         if not math.isfinite(loss):
             return nan_loss(self.model, x, loss)
-        if (bad := self.watch.nonfinite()) is not None:
-            return nan_state(self.model, x, *bad)
-        return self.watch.not_converging(self.config.least_converged)
+        bad = self.watch.nonfinite()
+        return None if bad is None else nan_state(self.model, x, *bad)
+
+    def not_converging(self) -> Trouble | None:
+        """Whether enough samples of all processes converged."""
+        return self.watch.not_converging(self.config.least_converged, self.config.batch_size / 2, self.world)
 
     def backward(self, loss: Tensor, share: float) -> float:
         """The gradient of this process's share of the loss; its norm, to which it is clipped if it is to be."""
@@ -91,15 +96,21 @@ class Learner:
         if self.ema is not None:
             self.ema.update_parameters(self.model)
 
-    def after_update(self) -> Trouble | None:
-        """Whether the new weights are sound."""
+    def after_update(self) -> list[Trouble]:
+        """What is wrong with the new weights."""
         if not math.isfinite(float(nn.utils.get_total_norm(self.parameters))) and (found := nan_parameter(self.model)):
-            return found
-        return None if self.config.norms == "off" else self.norms.step(self.watch.shapes)
+            return [found]
+        return [] if self.config.norms == "off" else self.norms.step(self.watch.shapes)
 
     def judged(self) -> nn.Module:
         """The model that is scored and kept: with averaged weights, where they are averaged."""
         return self.model if self.ema is None else self.ema.module
+
+    def share_buffers(self) -> None:
+        """Give all processes the first one's buffers: the statistics of batch norms differ with the part of the batch."""
+        for module in (self.model, self.judged()):
+            for buffer in module.buffers():
+                self.world.copy_from_first(buffer)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that its next steps depend on."""
@@ -113,7 +124,8 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """The rest of it, as JSON."""
-        return {"passed": sorted(self.norms.passed), "scaler": self.scaler.state_dict()}
+        unjudged = dict(self.watch.unjudged)
+        return {"passed": sorted(self.norms.passed), "unjudged": unjudged, "scaler": self.scaler.state_dict()}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Everything as it was when `tensors` and `state` were taken."""
@@ -121,6 +133,7 @@ class Learner:
         load_optimizer(self.optimizer, within("optimizer", tensors))
         self.norms.vectors = {name: v.to(self.world.device) for name, v in within("norms", tensors).items()}
         self.norms.passed = set(state["passed"])
+        self.watch.unjudged = dict(state["unjudged"])
         if self.ema is not None:
             self.ema.load_state_dict(within("ema", tensors))
         if self.warm is not None:

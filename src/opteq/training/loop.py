@@ -1,6 +1,7 @@
 """fit: the training loop."""
 
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from opteq.data import Augment
 from opteq.equilibrium import ConvergenceWarning
 from opteq.models import count_parameters
 from opteq.runs import Checkpoint, Run, RunError
+from opteq.solve import ConvergenceError
 from opteq.training.batches import Loader, Plan
 from opteq.training.callbacks import AfterStep, Callback
 from opteq.training.config import OPERATIONAL, TrainConfig, step_size
@@ -88,9 +90,9 @@ def fit(
     with ExitStack() as stack, torch.random.fork_rng(cuda_devices(training.world.device)), warnings.catch_warnings():
         stack.enter_context(naming_lost_processes())
         warnings.simplefilter("ignore", ConvergenceWarning)  # the share of converged samples is a metric, and guarded
+        training.callbacks = [*told, *([display()] if verbose and training.world.first else [])]
         stack.callback(training.close)
         training.open(folder, resume, dict(about or {}))
-        training.callbacks = [*told, *([display()] if verbose and training.world.first else [])]
         return training.run()
 
 
@@ -146,9 +148,12 @@ class Training:
     def advance(self) -> Trouble | None:
         """One step of the optimizer, or what kept it from being made."""
         rows, x, y, weight = self.loader(self.step)
-        output, value, terms = self.learner.forward(rows, x, y)
+        try:
+            output, value, terms = self.learner.forward(rows, x, y)
+        except ConvergenceError as error:  # of a layer with on_failure="raise"
+            return self.agreed(Trouble("not_converging", "", math.nan, str(error)))
         loss, terms = float(value.detach()), terms * weight
-        if trouble := self.agreed(self.learner.after_forward(x, loss)):
+        if trouble := self.agreed(self.learner.after_forward(x, loss)) or self.learner.not_converging():
             return trouble
         share = terms * self.world.size / max(self.world.sum([terms])[0], 1.0)  # DDP averages over the processes
         norm = self.learner.backward(value, share)
@@ -158,11 +163,11 @@ class Training:
         health = self.learner.watch.total() if weight else Health()
         for tally in (self.window, self.epoch):
             tally.add(self.objective, output, y, loss, terms, health, norm)
-        trouble = self.learner.after_update()
-        if trouble is not None and trouble.what == "norm" and self.config.norms == "warn":
+        for trouble in self.learner.after_update():
+            if trouble.what != "norm" or self.config.norms == "stop":
+                return trouble
             self.log({"kind": "event", "step": self.step + 1, **asdict(trouble), "action": "warned"})
-            return None
-        return trouble
+        return None
 
     def agreed(self, trouble: Trouble | None) -> Trouble | None:
         """The same answer on all processes: the trouble of the first that has any."""
@@ -180,7 +185,7 @@ class Training:
         """Rows of metrics, validation, checkpoints."""
         for callback in self.callbacks:
             if row := callback.step(self.step):
-                self.log(row)
+                self.log({"kind": "callback", "step": self.step, **row})
         ends = self.step % self.plan.per_epoch == 0
         if self.step % self.config.log_every == 0 or ends:
             self.log({"kind": "step", "step": self.step, **self.position(), **self.window.means(self.world)})
@@ -202,6 +207,7 @@ class Training:
         train = self.epoch.means(self.world)
         scores = {f"train_{name}": train[name] for name in ("loss", "accuracy", "miou") if train.get(name) is not None}
         if self.valid is not None:
+            self.learner.share_buffers()
             batch = max(1, self.config.batch_size // self.world.size)
             judged = self.learner.judged()
             found = evaluate(judged, *self.valid, batch_size=batch, objective=self.objective, world=self.world)
@@ -218,7 +224,10 @@ class Training:
     def judge(self, epoch: int, scores: dict[str, float]) -> None:
         """Keep the best weights; stop when it has been too long since."""
         assert self.config.patience is not None
-        value = scores.get("valid_miou", scores.get("valid_accuracy", -scores["valid_loss"]))
+        value = -scores["valid_loss"]
+        if self.objective.own is None:  # of another loss, we do not know what is right
+            value = scores.get("valid_miou", scores.get("valid_accuracy", value))
+        value = -math.inf if math.isnan(value) else value
         if self.best["value"] is None or value > self.best["value"]:
             self.best = {"value": value, "epoch": epoch, "scores": scores}
             self.best_tensors = {name: tensor.detach().clone() for name, tensor in self.learner.judged().state_dict().items()}
@@ -227,6 +236,7 @@ class Training:
 
     def finish(self) -> Result:
         """Give the model its final weights, write them and the result."""
+        self.learner.share_buffers()
         final = self.best_tensors or self.learner.judged().state_dict()
         scores = self.best["scores"] or self.scores
         self.model.load_state_dict(final)
@@ -252,7 +262,11 @@ class Training:
 
     def open(self, folder: Path | None, resume: bool, about: dict[str, Any]) -> None:
         """Begin a run or go on with one."""
-        config = {"train": asdict(self.config), **about, "fingerprint": fingerprint(self.model, *self.train, self.world)}
+        config = {
+            "train": asdict(self.config),
+            **about,
+            "fingerprint": fingerprint(self.model, self.train, self.valid, self.objective, self.world),
+        }
         self.store = open_store(folder, config, self.config.keep, resume, OPERATIONAL, self.world)
         checkpoint = self.store.latest() if resume else None
         if checkpoint is None and self.store.steps():
@@ -267,10 +281,11 @@ class Training:
 
     def close(self) -> None:
         """Release the run folder and the loader, whatever happened."""
-        for callback in self.callbacks:
-            callback.close()
-        self.loader.close()
-        self.store.close()
+        with ExitStack() as stack:
+            stack.callback(self.store.close)
+            stack.callback(self.loader.close)
+            for callback in self.callbacks:
+                stack.callback(callback.close)
 
     def save(self) -> None:
         """Write a checkpoint of everything that the rest depends on."""
@@ -298,15 +313,11 @@ class Training:
         if self.config.on_divergence == "stop" or self.rollbacks >= self.config.rollbacks:
             tried = f" after {self.rollbacks} roll-backs" if self.rollbacks else ""
             self.log({**event, "action": "stopped"})
-            step, last = self.step, self.store.latest()
-            if last is not None:
-                self.restore(last)
+            step = self.step
+            self.restore(self.last_good(trouble))
             back = f"The model has the weights of step {self.step} again."
             raise DivergenceError(f"Training stopped at {at}{tried}: {trouble.message} {back}", trouble, step)
-        steps = self.store.steps()
-        at_fault = self.step if trouble.what in _BEFORE_UPDATE else None  # a checkpoint of these very weights is no good
-        again = steps[-1] in (self.restored, at_fault) and len(steps) > 1  # nor is one that has led here before
-        target = self.store.load(steps[-2] if again else steps[-1])
+        target = self.last_good(trouble)
         self.world.meet()  # all have read it
         scale, rollbacks, seconds = self.scale * self.config.shrink, self.rollbacks + 1, self.seconds
         events = [row for row in self.store.metrics() if row["kind"] == "event" and row["step"] > target.step]
@@ -316,8 +327,17 @@ class Training:
         self.restore(target)
         self.scale, self.rollbacks, self.seconds, self.restored = scale, rollbacks, seconds, target.step
         self.save()
+        for callback in self.callbacks:
+            callback.rewind(target.step)
         message = f"{trouble.message} Back from {at} to step {target.step}, step size times {self.scale:g}."
         self.log({**event, "step": target.step, "from": event["step"], "message": message, "action": "rolled back"})
+
+    def last_good(self, trouble: Trouble) -> Checkpoint:
+        """The newest checkpoint that is not known to lead to this trouble, or else the oldest."""
+        steps = self.store.steps()
+        at_fault = self.step if trouble.what in _BEFORE_UPDATE else None  # a checkpoint of these very weights is no good
+        again = steps[-1] in (self.restored, at_fault) and len(steps) > 1  # nor is one that has led here before
+        return self.store.load(steps[-2] if again else steps[-1])
 
 
 _BEFORE_UPDATE = ("nan_loss", "nan_state", "nan_gradient", "not_converging")

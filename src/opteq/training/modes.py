@@ -12,6 +12,7 @@ from opteq.training.config import Mode
 def set_mode(model: nn.Module, mode: Mode, steps: int) -> None:
     """Give every Equilibrium of the model the gradient of the mode, K = `steps`. Optimization induced equilibrium networks, Alg. 1.
 
+    The unrolled modes put plain steps, or SAM's, in place of the layer's own solver.
     "sam" takes the regulariser R out of the map, T(T_R(z)), and gives it to the iteration, which selects by it among the fixed
     points of T.
     """

@@ -1,7 +1,8 @@
 """The loss of a batch and how well a model does on a whole data set: classification, segmentation, regression."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -73,20 +74,18 @@ class Score:
         """Take one batch in."""
         self.loss += loss * terms
         self.terms += terms
-        if y.is_floating_point() or (objective.own is not None and output.ndim != y.ndim + 1):
+        if y.is_floating_point() or output.ndim != y.ndim + 1 or output.shape[1] < 2:  # the last two: of a loss of one's own
             return
-        predicted = output.argmax(1)
+        predicted, kept = output.argmax(1), (y >= 0) & (y < output.shape[1])
+        if objective.ignore is not None:
+            kept &= y != objective.ignore
+        self.right += float(((predicted == y) & kept).sum())
+        self.judged += float(kept.sum())
         if y.ndim > 1:
-            self._count(predicted, y, output.shape[1], objective.ignore)
-        else:
-            self.right += float((predicted == y).sum())
-            self.judged += float(y.numel())
+            self._count(predicted[kept], y[kept], output.shape[1])
 
-    def _count(self, predicted: Tensor, y: Tensor, classes: int, ignore: int | None) -> None:
-        kept = torch.ones_like(y, dtype=torch.bool) if ignore is None else y != ignore
-        table = torch.bincount(y[kept] * classes + predicted[kept], minlength=classes**2).reshape(classes, classes)
-        self.right += float(table.diagonal().sum())
-        self.judged += float(table.sum())
+    def _count(self, predicted: Tensor, y: Tensor, classes: int) -> None:
+        table = torch.bincount(y * classes + predicted, minlength=classes**2).reshape(classes, classes)
         so_far = self.confusion or [[0.0] * classes for _ in range(classes)]
         self.confusion = (torch.tensor(so_far, dtype=torch.float64) + table.cpu()).tolist()
 
@@ -145,6 +144,18 @@ class Tally:
         return self.score.summed(world).means() | health.means() | {"grad_norm": self.norms / max(self.steps, 1)}
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode; after it, every module is in its own mode again."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -159,17 +170,15 @@ def evaluate(
     objective = Objective() if objective is None else objective
     like = next(model.parameters(), torch.empty(0))
     world = World(device=like.device) if world is None else world
-    score, watch, training = Score(), Watch.of(model), model.training
-    model.eval()
-    try:
-        with observe(watch):
-            for rows in world.share(torch.arange(len(y))).split(batch_size):
+    score, watch = Score(), Watch.of(model)
+    y = y if y.is_floating_point() else y.long()
+    with evaluating(model), observe(watch):
+        for rows in world.share(torch.arange(len(y))).split(batch_size):
+            if len(rows):
                 given, wanted = x[rows].to(like), y[rows].to(world.device)
                 output = model(given)
                 loss, terms = objective(output, wanted)
                 score.add(objective, output, wanted, float(loss), terms)
-    finally:
-        model.train(training)
     health = watch.total()
     health = Health(*world.sum(list(vars(health).values())))
     means = {name: value for name, value in health.means().items() if value is not None and name != "backward_steps"}

@@ -6,6 +6,7 @@ import warnings
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -13,8 +14,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from opteq.cells.optimization import OptEqCell
 from opteq.checks import all_finite, invalid
 from opteq.equilibrium import ConvergenceWarning
+from opteq.solve import ConvergenceError
 from opteq.training.config import TrainConfig
-from opteq.training.objective import Batches, Objective, check_labels
+from opteq.training.objective import Batches, Objective, check_labels, evaluating
 from opteq.training.processes import World
 
 Samples: TypeAlias = tuple[Batches, Tensor]
@@ -50,8 +52,14 @@ def averaged(model: nn.Module, decay: float) -> AveragedModel:
 
 def checked(name: str, split: Any, model: nn.Module, objective: Objective, device: torch.device, dtype: torch.dtype) -> Samples:
     """x and y, after a look at their values and at what the model makes of two samples."""
-    x, y = split
-    if not isinstance(y, Tensor) or len(x) != len(y) or not len(y):
+    try:
+        x, y = split
+    except (TypeError, ValueError):
+        raise TypeError(invalid("fit", name, "a Split or a pair (x, y) of tensors", type(split).__name__)) from None
+    if not isinstance(y, Tensor) or not hasattr(x, "dtype") or isinstance(x, np.ndarray):
+        found = f"{type(x).__name__} and {type(y).__name__}"
+        raise TypeError(invalid("fit", name, "a Split or a pair (x, y) of tensors", found))
+    if len(x) != len(y) or not len(y):
         raise ValueError(invalid("fit", name, "samples x with as many targets y, not none", f"{len(x)} and {len(y)}"))
     y = y.to(dtype) if y.is_floating_point() else y.long()
     if isinstance(x, Tensor):
@@ -68,18 +76,17 @@ def checked(name: str, split: Any, model: nn.Module, objective: Objective, devic
 
 
 def _probe(name: str, x: Tensor, model: nn.Module) -> Tensor:
-    """The output for x; random numbers and the model's mode are left as they were."""
-    was = model.training
+    """The output for x; random numbers and the model's modes are left as they were."""
     try:
-        with torch.no_grad(), torch.random.fork_rng(cuda_devices(x.device)), warnings.catch_warnings():
+        with torch.no_grad(), evaluating(model), torch.random.fork_rng(cuda_devices(x.device)), warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            output: Tensor = model.eval()(x)
+            output: Tensor = model(x)
+            return output
+    except ConvergenceError:  # a layer with on_failure="raise" has its say when the training begins
+        raise
     except (RuntimeError, ValueError, TypeError) as error:
         shape = list(x.shape[1:])
         raise ValueError(f"The model cannot take the samples of '{name}', of shape {shape}: {error}") from error
-    finally:
-        model.train(was)
-    return output
 
 
 def cuda_devices(device: torch.device) -> list[torch.device]:
@@ -87,14 +94,23 @@ def cuda_devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def fingerprint(model: nn.Module, x: Batches, y: Tensor, world: World) -> dict[str, Any]:
-    """What tells another model, other data or another number of processes from those of a run."""
-    shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
-    digest = hashlib.sha256()
-    for tensor in (y, x[torch.linspace(0, len(y) - 1, min(len(y), 16)).long()]):
-        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+def fingerprint(model: nn.Module, train: Samples, valid: Samples | None, objective: Objective, world: World) -> dict[str, Any]:
+    """What tells another model, other data, another loss or another number of processes from those of a run."""
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    parts = [(name, list(t.shape), str(t.dtype), trained.get(name)) for name, t in model.state_dict().items()]
     return {
-        "model": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
-        "data": f"{len(y)} samples, {digest.hexdigest()[:16]}",
+        "model": hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16],
+        "train": _digest(*train),
+        "valid": None if valid is None else _digest(*valid),
+        "loss": {"own": objective.own is not None, "ignore": objective.ignore},
         "processes": world.size,
     }
+
+
+def _digest(x: Batches, y: Tensor) -> str:
+    """Of all values; of images that are decoded when they are used, of 16."""
+    digest = hashlib.sha256()
+    for tensor in (y, x if isinstance(x, Tensor) else x[torch.linspace(0, len(y) - 1, min(len(y), 16)).long()]):
+        values: Any = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+        digest.update(values)
+    return f"{len(y)} samples, {digest.hexdigest()[:16]}"

@@ -76,12 +76,24 @@ class World:
         distributed.all_gather(all_of_them, mine)
         return all_of_them
 
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Put the first process's values into everyone's tensor."""
+        if self.size > 1:
+            distributed.broadcast(tensor, 0)
+
     def meet(self) -> None:
         """Wait for all."""
         self.sum([0.0])
 
 
-_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting")
+_LOST = (  # what gloo and NCCL say
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+    "Watchdog caught collective operation timeout",
+)
 _LONGEST = 2000  # bytes of a message
 
 
@@ -91,9 +103,7 @@ def naming_lost_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(
-            sign in str(error) for sign in ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting")
-        ):
+        if any(sign in str(error) for sign in _LOST):
             raise LostProcessError(
                 "another process of the job died or no longer answers; the run folder has the last checkpoint: "
                 "start the job again with resume=True (--resume)."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from opteq.runs import Checkpoint, Run
+from opteq.runs import Checkpoint, Run, RunError
 from opteq.training.processes import World
 
 
@@ -104,10 +104,15 @@ def open_store(folder: Path | None, config: Mapping[str, Any], keep: int, resume
     """A new run folder, the one to be resumed, or memory. `free`: settings of config["train"] that may have changed."""
     if folder is None:
         return Memory(keep)
-    run: Run | None = None
+    run, refusal = None, None
     if world.first:
-        run = Run.open(folder, _keeping(folder, config, free), keep=keep) if resume else Run.create(folder, config, keep=keep)
-    world.meet()  # the folder is there
+        try:
+            run = Run.open(folder, _keeping(folder, config, free), keep=keep) if resume else Run.create(folder, config, keep=keep)
+        except RunError as error:
+            refusal = error
+    told = world.first_message(None if refusal is None else str(refusal))  # the others must hear of it, or they would wait
+    if told is not None:
+        raise refusal or RunError(told[1])
     return Follower(Run.read(folder)) if run is None else run
 
 

@@ -79,6 +79,12 @@ class Monitor:
         self.records = (*self.records, self._record())
         return self.records[-1]
 
+    def rewind(self, k: int) -> None:
+        """Forget what came after k steps: the training went back there."""
+        check_integer(self, "k", k, 0)
+        self.k = min(self.k, k)
+        self.records = tuple(record for record in self.records if record.k <= self.k)
+
     def _record(self) -> Record:
         found = loss_gradient(self.readout, self.X, self.y)
         measurement = measure(self.readout, self.X, self.y, self.start, found.z)
