@@ -34,6 +34,7 @@ from opteq.training.state import (
     open_store,
     prefixed,
     random_state,
+    seed_random_state,
     within,
 )
 from opteq.training.watch import Health, Trouble
@@ -272,7 +273,7 @@ class Training:
         if checkpoint is None and self.store.steps():
             raise RunError(f"{folder} has no checkpoint that can be used: start a new run in another folder")
         if checkpoint is None:
-            torch.manual_seed(self.config.seed + 1_000_003 * self.world.rank)
+            seed_random_state(self.config.seed + 1_000_003 * self.world.rank, self.world)
             self.save()
             return
         self.world.meet()  # all have read it

@@ -148,6 +148,14 @@ def load_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+def seed_random_state(seed: int, world: World) -> None:
+    """Seed the random numbers that this process uses, and no others."""
+    torch.default_generator.manual_seed(seed)
+    if world.device.type == "cuda":
+        with torch.cuda.device(world.device):
+            torch.cuda.manual_seed(seed)
+
+
 def random_state(world: World) -> dict[str, Tensor]:
     """The state of the random numbers of every process."""
     found = {f"cpu.{rank}": state for rank, state in enumerate(world.gather(torch.get_rng_state().to(world.device)))}
