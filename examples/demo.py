@@ -5,6 +5,7 @@ Two cores need less than a minute; the network has 16,650 parameters and gets at
 
 import argparse
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 from opteq import report
@@ -36,7 +37,7 @@ def train_certified_network(folder: Path, quick: bool) -> None:
     trained = trained_json(monitor, violation)
     print("{steps} steps under the certificate: the loss went from {loss_first:.4g} to {loss_last:.4g}; ".format(**trained), end="")
     print("at most {bound_last:.4g} was promised, and".format(**trained), violation or "everything promised was kept.", end="\n\n")
-    with Run.open(folder) as files:
+    with Run.create(folder, {"data": asdict(data), "model": {"kind": "scaled-relu", "width": 64}}) as files:
         files.write("certificate.json", certificate_json(certificate, trained))
 
 
@@ -48,8 +49,9 @@ def main() -> None:
     if (options.folder / "config.json").exists():  # a run, and nothing else
         shutil.rmtree(options.folder)
     train_digits(options.folder, options.quick)
-    train_certified_network(options.folder, options.quick)
-    print(f"The report: {report.write([options.folder])}")
+    certified = options.folder / "certified"
+    train_certified_network(certified, options.quick)
+    print(f"The report: {report.write([options.folder, certified], options.folder / 'report.html')}")
     print(f"Next: opteq landscape {options.folder} --steps 21    opteq train --help")
 
 

@@ -1,6 +1,10 @@
 """Loading data sets from files in their standard formats, preparing and augmenting them."""
 
+import gzip
+import hashlib
 import pickle
+import struct
+import tracemalloc
 from types import SimpleNamespace
 from urllib.error import URLError
 
@@ -38,6 +42,7 @@ from opteq.data import (
     load,
     names,
     norm_sqrt_d,
+    pickles,
     resize,
     segmentation,
     sphere,
@@ -122,6 +127,31 @@ def test_the_root_is_the_argument_or_the_environment_or_data(tmp_path, monkeypat
     assert len(load("mnist", verify=False).train) == 20
 
 
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("mnist", write_idx), ("cifar10", write_cifar_python), ("svhn", write_svhn), ("camvid", write_camvid)],
+)
+def test_the_root_itself_is_a_data_set_only_where_it_is_given(tmp_path, monkeypatch, name, write):
+    write(tmp_path)
+    assert {line.name for line in describe(tmp_path) if line.found} == {"digits", "sphere"}
+    assert len(load(name, tmp_path, verify=False).train)
+    monkeypatch.setenv("OPTEQ_DATA", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=rf"{name} was not found under {tmp_path}\."):
+        load(name, verify=False)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("name", "other"), [("mnist", "fashion-mnist"), ("fashion-mnist", "mnist")])
+def test_published_files_of_one_data_set_are_not_taken_for_the_other(tmp_path, monkeypatch, name, other, packed, verify):
+    write_idx(tmp_path, packed=packed)
+    for path in tmp_path.iterdir():
+        monkeypatch.setitem(MD5[name], path.name, hashlib.md5(path.read_bytes()).hexdigest())
+    assert len(load(name, tmp_path, verify=verify).train) == 20
+    with pytest.raises(ValueError, match=rf"{tmp_path} holds {name}, not {other}: "):
+        load(other, tmp_path, verify=verify)
+
+
 def assert_is_the_cifar_of_the_makers(dataset):
     parts = cifar_arrays()
     expected = as_pixels(np.concatenate([x for x, _ in parts[:5]])).reshape(-1, 3, 32, 32)
@@ -176,6 +206,87 @@ def test_no_name_outside_of_the_list_is_admitted(tmp_path, call):
     (tmp_path / "data_batch_1").write_bytes(pickle.dumps(Malicious(*call)))
     with pytest.raises(ValueError, match="only arrays and plain types"):
         load("cifar10", tmp_path, verify=False)
+
+
+def check_refused(tmp_path, payload):
+    """The one line with which a batch that holds these opcodes is refused."""
+    write_cifar_python(tmp_path)
+    (tmp_path / "data_batch_1").write_bytes(b"\x80\x04" + payload + b".")
+    with pytest.raises(ValueError, match="data_batch_1 cannot be read as a pickle") as error:
+        load("cifar10", tmp_path, verify=False)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def code_of(text):
+    return b"cnumpy\ndtype\nX" + struct.pack("<I", len(text)) + text.encode() + b"\x89\x88\x87R"
+
+
+@pytest.mark.parametrize("code", ["V8", "O", "|O", ">i8", "i8", "u1,u1", "2u1"])
+def test_only_arrays_of_bytes_are_admitted(tmp_path, code):
+    state = b"(K\x03X\x01\x00\x00\x00|NNNK\x08K\x01K\x3ftb"  # version, order, ..., 8 bytes, aligned to 1, the flags of objects
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
+    dtype = code_of(code) + state
+    message = check_refused(tmp_path, array + b"(K\x01K\x01\x85" + dtype + b"\x89C\x08AAAAAAAAtb")
+    assert f"array of type {code!r}, and only bytes are admitted" in message
+
+
+def test_the_state_of_a_type_does_not_change_bytes(tmp_path):
+    state = b"(K\x03X\x01\x00\x00\x00|NNNK\x08K\x01K\x3ftb"
+    check_refused(tmp_path, code_of("u1") + state + b"0cos\nsystem\n")
+    assert (np.dtype(np.uint8).itemsize, np.dtype(np.uint8).hasobject) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "dtype"),
+    [(b"J\xff\xff\xff\x7f", code_of("u1")), (b"C\x08AAAAAAAA", b"X\x01\x00\x00\x00O")],
+    ids=["a number", "objects"],
+)
+def test_an_array_is_made_of_bytes_that_are_there(tmp_path, buffer, dtype):
+    payload = b"cnumpy.core.numeric\n_frombuffer\n(" + buffer + dtype + b"K\x01\x85X\x01\x00\x00\x00Ct" + b"R"
+    assert "an array that is not made of bytes" in check_refused(tmp_path, payload)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [b"}X\x08\x00\x00\x00__code__Ns", b"N}X\x0c\x00\x00\x00__defaults__Ns\x86", b"N}X\x08\x00\x00\x00functionNs\x86"],
+    ids=["__dict__", "__defaults__", "function"],
+)
+@pytest.mark.parametrize(
+    "name",
+    [b"numpy\ndtype", b"numpy\nndarray", b"_codecs\nencode", b"numpy._core.multiarray\n_reconstruct"],
+    ids=["dtype", "ndarray", "encode", "_reconstruct"],
+)
+def test_a_pickle_cannot_set_attributes_of_what_it_names(tmp_path, name, state):
+    def attributes():
+        functions = [call.function for call in pickles._ADMITTED.values() if not isinstance(call, str)]
+        return [(function, dict(vars(function)), function.__defaults__) for function in functions]
+
+    before = attributes()
+    assert "attribute" in check_refused(tmp_path, b"c" + name + b"\n" + state + b"b")
+    assert attributes() == before
+    write_cifar_python(tmp_path)
+    assert_is_the_cifar_of_the_makers(load("cifar10", tmp_path, verify=False))
+
+
+def test_a_name_of_many_lines_is_refused_with_one(tmp_path):
+    name = b"X" + struct.pack("<I", 600) + b"a\nb" * 200
+    assert len(check_refused(tmp_path, name + name + b"\x93")) < 300 + len(str(tmp_path))
+
+
+def test_a_stray_binary_batch_does_not_hide_the_python_ones(tmp_path):
+    write_cifar_python(tmp_path)
+    (tmp_path / "data_batch_1.bin").write_bytes(b"stray")
+    assert_is_the_cifar_of_the_makers(load("cifar10", tmp_path, verify=False))
+
+
+def test_packed_files_count_only_where_they_can_be_read(tmp_path):
+    write_svhn(tmp_path / "svhn")
+    path = tmp_path / "svhn" / "test_32x32.mat"
+    path.rename(path.with_name(f"{path.name}.gz"))
+    assert not next(line.found for line in describe(tmp_path) if line.name == "svhn")
+    with pytest.raises(FileNotFoundError, match=r"not complete in .*svhn: test_32x32\.mat not found"):
+        load("svhn", tmp_path, verify=False)
 
 
 def test_label_10_of_svhn_is_the_digit_0(tmp_path):
@@ -245,6 +356,25 @@ def test_folders_too_large_to_hold_are_lazy_and_index_as_a_tensor_does(tmp_path,
     with pytest.raises(IndexError):
         lazy[torch.tensor([6])]
     assert "png" not in repr(lazy)
+
+
+def test_images_are_taken_without_decoding(tmp_path, monkeypatch):
+    write_class_folders(tmp_path)
+    full = load("imagenet", tmp_path, size=(4, 6)).train.x
+    monkeypatch.setattr(images, "IN_MEMORY", 0)
+    lazy = load("imagenet", tmp_path, size=(4, 6)).train.x
+    for rows in (slice(1, 5, 2), [2, 0, -1], torch.tensor([3, 3, 1]), torch.arange(6) % 2 == 0, slice(0, 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(images, "decode", None)
+            taken = lazy.take(rows)
+        assert isinstance(taken, Images)
+        assert taken.shape == full[rows].shape
+        assert torch.equal(taken[:], full[rows])
+    with pytest.raises(IndexError):
+        lazy.take([6])
+    for rows, shape in ((2, r"\[\]"), (torch.tensor([[0], [1]]), r"\[2, 1\]")):
+        with pytest.raises(ValueError, match=rf"'rows' parameter of Images must be a slice.*Got {shape} instead"):
+            lazy.take(rows)
 
 
 def test_a_folder_at_the_limit_is_held(tmp_path, monkeypatch):
@@ -323,6 +453,7 @@ def test_missing_files_are_an_error_that_says_what_to_put_where(tmp_path, name):
     source = next(line.source for line in describe(tmp_path) if line.name == name)
     assert text.startswith(f"{name} was not found under {tmp_path}. Put ")
     assert source in text
+    assert all(way in text for way in ("root=", "OPTEQ_DATA", "--data.root", "--root"))
     assert "\n" not in text
 
 
@@ -368,7 +499,8 @@ def test_every_file_has_a_checksum_of_the_right_form():
     ("file", "content", "message"),
     [
         (0, idx_bytes(random_bytes(0, 20, 28, 28))[:-5], r"must have 15696 bytes for its 20 items\. Got 15691"),
-        (0, idx_bytes(random_bytes(0, 20, 28, 28)) + b"x", "Got 15697 instead"),
+        (0, idx_bytes(random_bytes(0, 20, 28, 28)) + b"x", r"must have 15696 bytes for its 20 items\. Got more instead"),
+        (0, struct.pack(">4I", 0x803, *[2**32 - 1] * 3) + b"x", "Got 17 instead"),
         (0, b"\0\0", "magic number must be 2051. Got 0 instead"),
         (0, idx_bytes(random_bytes(0, 20)), "magic number must be 2051. Got 2049 instead"),
         (1, idx_bytes(random_bytes(0, 20, 1, 1)), "magic number must be 2049. Got 2051 instead"),
@@ -387,13 +519,26 @@ def test_a_broken_idx_file_is_an_error(tmp_path, file, content, message):
         load("mnist", tmp_path, verify=False)
 
 
-@pytest.mark.parametrize("cut", [0, 5, 200])
+@pytest.mark.parametrize("cut", [0, 5, 200, -4])
 def test_a_truncated_gz_is_an_error(tmp_path, cut):
     write_idx(tmp_path)
     path = tmp_path / f"{IDX_FILES[2]}.gz"
     path.write_bytes(path.read_bytes()[:cut] if cut else b"not gzip")
     with pytest.raises(ValueError, match="is not a complete gzip file"):
         load("mnist", tmp_path, verify=False)
+
+
+def test_a_gz_is_not_unpacked_beyond_what_its_header_says(tmp_path):
+    write_idx(tmp_path)
+    path = tmp_path / f"{IDX_FILES[2]}.gz"
+    path.write_bytes(gzip.compress(idx_bytes(random_bytes(0, 10, 28, 28)) + bytes(2**26), 1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"must have 7856 bytes for its 10 items. Got more instead"):
+            load("mnist", tmp_path, verify=False)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -416,7 +561,8 @@ def test_a_broken_binary_batch_is_an_error(tmp_path, content, message):
     [
         ([1, 2], "must hold a dictionary. Got list"),
         ({"labels": [1]}, r"must hold 'data'.*Got None"),
-        ({"data": np.zeros((2, 3072)), "labels": [1, 2]}, "must hold 'data'"),
+        ({"data": np.zeros((2, 3072)), "labels": [1, 2]}, "array of type 'f8', and only bytes are admitted"),
+        ({"data": [[1] * 3072], "labels": [1]}, "must hold 'data'"),
         ({"data": np.zeros((2, 30), np.uint8), "labels": [1, 2]}, r"Got \(2, 30\)"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": [1]}, r"must hold 'labels', 2 whole numbers. Got int64 \[1\]"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": ["a", "b"]}, "must hold 'labels'"),
@@ -697,6 +843,16 @@ def test_two_classes_draw_so_many_of_each():
 def test_classes_that_are_not_there_are_an_error(classes, count, message):
     with pytest.raises(ValueError, match=message):
         two_classes(load("digits").train, classes, count)
+
+
+def test_label_maps_have_no_two_classes(tmp_path):
+    write_camvid(tmp_path / "camvid")
+    dataset = load("camvid", tmp_path)
+    message = r"must be one label a sample, not a map of them: y of shape \[n\]\. Got \[2, 6, 8\]"
+    with pytest.raises(ValueError, match=f"'split' parameter of two_classes {message}"):
+        two_classes(dataset.train)
+    with pytest.raises(ValueError, match=f"'dataset' parameter of theory_split {message}"):
+        theory_split(dataset, train=2, test=2)
 
 
 def test_grey_is_the_luminance_of_pillow():

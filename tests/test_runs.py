@@ -392,6 +392,26 @@ def test_a_folder_of_checkpoints_metrics_or_lock_that_leads_outside_is_refused(t
     assert names(outside) == []
 
 
+def test_a_run_folder_that_is_itself_a_link_is_written_where_it_leads(tmp_path):
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("there")
+    with started(link, 1, 2) as run:
+        run.write("more.json", [1])
+        run.rewind(1)
+    with Run.open(link) as run:
+        run.save(numbered(3))
+        assert run.metrics() == [{"step": 1}]
+    check_numbered(Run.read(tmp_path / "there").latest(), 3)
+    write_atomic(link / "file", b"x")
+    assert (tmp_path / "there" / "file").read_bytes() == b"x"
+    assert link.is_symlink()
+    (tmp_path / "there" / "checkpoints").rename(tmp_path / "outside")
+    (tmp_path / "there" / "checkpoints").symlink_to(tmp_path / "outside")
+    with pytest.raises(RunError, match="is a link: checkpoints must lie inside"):
+        Run.open(link)
+
+
 def test_when_every_checkpoint_is_bad_there_is_no_latest_and_each_is_named(tmp_path):
     with started(tmp_path, 1, 2) as run:
         for header in (tmp_path / "checkpoints").glob("*.json"):
@@ -740,7 +760,7 @@ def test_a_folder_without_a_run_or_with_a_damaged_configuration_is_refused(tmp_p
         with pytest.raises(RunError, match="holds no run"):
             opener(tmp_path / "none")
     started(tmp_path / "run").close()
-    for content in ('{"lr": ', "[" * 100_000):
+    for content in ('{"lr": ', "[" * 100_000, "[]", "null", "3", '{"__float__": "inf"}'):
         (tmp_path / "run" / "config.json").write_text(content)
         with pytest.raises(RunError, match=r"config\.json is damaged"):
             Run.read(tmp_path / "run")
@@ -914,7 +934,9 @@ def test_rows_come_back_with_null_for_what_is_not_finite(tmp_path):
 
 def test_torn_lines_are_left_out(tmp_path):
     with started(tmp_path) as run:
-        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st\n[3]\n\xff\n\n{"step": 2}\n{"step": 3}')
+        (tmp_path / "metrics.jsonl").write_bytes(
+            b'{"step": 1}\n{"st\n[3]\n\xff\n\n' + b"[" * 100_000 + b'\n{"step": 2}\n{"step": 3}'
+        )
         assert run.metrics() == [{"step": 1}, {"step": 2}]
     with Run.open(tmp_path) as run:
         run.log({"step": 4})
@@ -1098,6 +1120,22 @@ def test_the_environment_has_the_revision_of_the_working_directory(tmp_path, mon
     assert environment()["git_dirty"] is True
     monkeypatch.setenv("PATH", "")
     assert (environment()["git_revision"], environment()["git_dirty"]) == (None, None)
+
+
+def test_the_environment_runs_no_program_that_a_repository_names_as_its_monitor(tmp_path, monkeypatch):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("1")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-qm", "first")
+    monitor = tmp_path / "monitor"
+    monitor.write_text(f"#!/bin/sh\ntouch '{tmp_path}/trap'\n")
+    monitor.chmod(0o755)
+    git(tmp_path, "config", "core.fsmonitor", str(monitor))
+    monkeypatch.chdir(tmp_path)
+    assert environment()["git_dirty"] is False
+    assert not (tmp_path / "trap").exists()
+    git(tmp_path, "status")
+    assert (tmp_path / "trap").exists()  # the trap works
 
 
 def test_the_environment_names_versions_and_devices_but_no_host_or_user(monkeypatch):

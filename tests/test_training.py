@@ -817,6 +817,15 @@ def test_bad_samples_are_refused_before_the_first_step():
 
 
 def test_bad_calls_are_refused():
+    class Two(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": super().forward(x)}
+
+    with pytest.raises(TypeError, match=r"one whose output is a tensor\. Got 'dict'"):
+        fit(Two(4, 2), data(), verbose=False)
+    for device in ("cuda:7", "warp"):
+        with pytest.raises(ValueError, match=f"'device' parameter of fit must be a device of this machine.*{device}"):
+            fit(make_model(), data(), None, replace(SGD, device=device), verbose=False)
     with pytest.raises(ValueError, match="one with parameters to train"):
         fit(nn.Flatten(), data(), verbose=False)
     with pytest.raises(ValueError, match="'valid' parameter of fit must be given, for patience"):
@@ -829,6 +838,8 @@ def test_bad_calls_are_refused():
     ("name", "value"),
     [
         ("epochs", 0),
+        ("epochs", 10**30),
+        ("seed", 2**31),
         ("batch_size", 2.5),
         ("optimizer", "lion"),
         ("lr", 0.0),

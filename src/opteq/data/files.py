@@ -8,20 +8,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Layout", "check_md5", "locate", "optional", "present", "root_folder"]
+__all__ = ["Layout", "check_md5", "locate", "md5", "optional", "present", "root_folder"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The files (or folders) that must all be in one of some folders under the root."""
+    """The files (or folders) that must all be in one of some folders under the root; with `packed`, each plain or as .gz."""
 
     folders: tuple[str, ...]
     files: tuple[str, ...]
+    packed: bool = False
 
-    def place(self, root: Path) -> tuple[Path, list[str]]:
-        """The folder that has most of the files, the first one for equal numbers, and which files it lacks."""
-        places = [root / folder for folder in self.folders]
-        lacking = [[name for name in self.files if present(place, name) is None] for place in places]
+    def place(self, root: Path, itself: bool) -> tuple[Path, list[str]]:
+        """The folder that has most of the files, the first one for equal numbers, and which files it lacks.
+
+        `itself`: the root may be that folder, too.
+        """
+        places = [*(root / folder for folder in self.folders), *[root] * itself]
+        lacking = [[name for name in self.files if present(place, name, self.packed) is None] for place in places]
         best = min(range(len(places)), key=lambda i: len(lacking[i]))
         return places[best], lacking[best]
 
@@ -31,15 +35,22 @@ def root_folder(root: str | Path | None) -> Path:
     return Path(root if root is not None else os.environ.get("OPTEQ_DATA") or "data").expanduser()
 
 
-def present(folder: Path, name: str) -> Path | None:
-    """The path of a file that is there, plain or as .gz."""
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
+def present(folder: Path, name: str, packed: bool) -> Path | None:
+    """The path of a file that is there, plain or, if `packed`, as .gz."""
+    paths = [folder / name, folder / f"{name}.gz"]
+    return next((path for path in paths[: 1 + packed] if path.exists()), None)
 
 
-def locate(layouts: Sequence[Layout], root: Path) -> Path | None:
+def locate(layouts: Sequence[Layout], root: Path, itself: bool) -> Path | None:
     """The folder with all the files of the first layout that is complete."""
-    found = (layout.place(root) for layout in layouts)
+    found = (layout.place(root, itself) for layout in layouts)
     return next((folder for folder, lacking in found if not lacking), None)
+
+
+def md5(path: Path) -> str:
+    """The MD5 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def check_md5(path: Path, published: dict[str, str]) -> None:
@@ -47,8 +58,7 @@ def check_md5(path: Path, published: dict[str, str]) -> None:
     expected = published.get(path.name)
     if expected is None:
         return
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    found = md5(path)
     if found != expected:
         raise ValueError(
             f"{path} is not the published file: its MD5 must be {expected}. Got {found} instead. "

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opteq.checks import invalid
 from opteq.data.files import optional
 
 __all__ = ["IN_MEMORY", "Images", "decode", "held", "image_files", "image_size", "in_chunks", "opened"]
@@ -27,7 +28,7 @@ class Images:
     """Image files as if they were a float32 tensor [n, 3, height, width] in [0, 1].
 
     Indexed by an int, a slice, or a tensor or list of indices (or a mask), it gives that tensor, decoded by a few threads. Each
-    image is cropped around its centre to the shape of `size` (height, width), then resized.
+    image is cropped around its centre to the shape of `size` (height, width), then resized. `take` chooses without decoding.
     """
 
     paths: Sequence[str] = field(repr=False)
@@ -53,6 +54,13 @@ class Images:
 
         in_chunks(fill, len(positions))
         return x.div_(255).reshape(*rows.shape, *self.shape[1:])
+
+    def take(self, rows: slice | Tensor | Sequence[int]) -> "Images":
+        """The images of these rows, a slice, indices or a mask, in their order; nothing is decoded."""
+        chosen = torch.arange(len(self))[rows]
+        if chosen.ndim != 1:
+            raise ValueError(invalid(self, "rows", "a slice, or indices or a mask of one dimension", list(chosen.shape)))
+        return Images([self.paths[row] for row in chosen.tolist()], self.size)
 
 
 def in_chunks(work: Callable[[int, int], None], count: int) -> None:

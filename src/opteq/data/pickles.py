@@ -5,29 +5,47 @@ for functions of this file, every other one is refused.
 """
 
 import pickle
+import reprlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 __all__ = ["load_plain"]
 
+_BYTES: np.dtype[Any] = np.dtype(np.uint8)  # built in: the state that a pickle sets does not change it
+
+
+class _Call(NamedTuple):
+    """A function that a pickle may call. It may set attributes of what it names, too: those of a function, but not of a tuple."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: object) -> Any:
+        return self.function(*arguments)
+
 
 def _array(kind: object, shape: object, code: object) -> np.ndarray[Any, Any]:
     """What numpy pickles first for every array; shape, type and bytes follow as its state."""
-    return np.empty(0, np.int8)
+    return np.empty(0, _BYTES)
 
 
-def _array_from(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], order: str) -> np.ndarray[Any, Any]:
+def _array_from(buffer: object, dtype: object, shape: Any, order: object) -> np.ndarray[Any, Any]:
     """An array as protocol 5 writes it."""
-    return np.frombuffer(bytearray(buffer), dtype).reshape(shape, order="F" if order == "F" else "C")
+    if not isinstance(buffer, (bytes, bytearray)) or dtype is not _BYTES:  # bytearray(n) would take n bytes
+        raise pickle.UnpicklingError("it has an array that is not made of bytes")
+    return np.frombuffer(bytearray(buffer), _BYTES).reshape(shape, order="F" if order == "F" else "C")
 
 
-def _dtype(code: str, align: object = False, copy: object = True) -> np.dtype[Any]:
-    return np.dtype(str(code))
+def _dtype(code: object, align: object = False, copy: object = True) -> np.dtype[Any]:
+    """Bytes only: numpy believes the state of other types, and would follow pointers that a file makes up."""
+    if not (isinstance(code, str) and code in ("u1", "|u1")):
+        raise pickle.UnpicklingError(f"it has an array of type {reprlib.repr(code)}, and only bytes are admitted")
+    return _BYTES
 
 
-def _bytes(text: str, encoding: str) -> bytes:
+def _bytes(text: Any, encoding: object) -> Any:
     """Bytes as protocol 2 writes them."""
     return text.encode("latin1")
 
@@ -35,17 +53,18 @@ def _bytes(text: str, encoding: str) -> bytes:
 # numpy.core has been numpy._core since numpy 2
 _ADMITTED = {
     ("numpy", "ndarray"): "ndarray",  # only ever handed to _array
-    ("numpy", "dtype"): _dtype,
-    ("_codecs", "encode"): _bytes,
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _array for core in ("core", "_core")},
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _array_from for core in ("core", "_core")},
+    ("numpy", "dtype"): _Call(_dtype),
+    ("_codecs", "encode"): _Call(_bytes),
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _Call(_array) for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _Call(_array_from) for core in ("core", "_core")},
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only arrays and plain types are admitted")
+            asked = reprlib.repr(f"{module}.{name}")
+            raise pickle.UnpicklingError(f"it asks for {asked}, and only arrays and plain types are admitted")
         return _ADMITTED[module, name]
 
 

@@ -24,6 +24,7 @@ def two_classes(split: Split, classes: tuple[int, int] = (0, 1), per_class: int 
     check_instance("two_classes", "split", split, Split, "a Split")
     if len(classes) != 2 or classes[0] == classes[1]:
         raise ValueError(invalid("two_classes", "classes", "two different labels", classes))
+    _check_labels("two_classes", "split", split)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.cat([_rows(split.y, label, per_class, generator) for label in classes]).sort().values
     return Split(split.x[rows], (split.y[rows] == classes[1]).long())
@@ -114,6 +115,7 @@ def theory_split(
 
     def part(name: str, split: Split, count: int) -> Split:
         check_integer("theory_split", name, count, 2)
+        _check_labels("theory_split", "dataset", split)
         chosen = _chosen(name, split, count, classes, targets, seed) if dataset.classes else _first(name, split, count)
         x = chosen.x[:].to(dtype)
         if size is not None and x.ndim == 4:
@@ -137,6 +139,11 @@ def _first(name: str, split: Split, count: int) -> Split:
     if count > len(split):
         raise ValueError(invalid("theory_split", name, f"at most {len(split)}, the samples that there are", count))
     return Split(split.x[:count], split.y[:count])
+
+
+def _check_labels(owner: str, name: str, split: Split) -> None:
+    if split.y.ndim != 1:
+        raise ValueError(invalid(owner, name, "one label a sample, not a map of them: y of shape [n]", list(split.y.shape)))
 
 
 def _check_images(owner: str, x: Tensor) -> None:

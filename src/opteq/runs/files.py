@@ -57,7 +57,7 @@ def write_atomic(path: Path, content: bytes | str | Callable[[BinaryIO], object]
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    sync(path.parent.resolve())  # the folder may be a link
 
 
 def delete_temporary(folder: Path) -> None:

@@ -75,7 +75,10 @@ class Run:
         folder = Path(folder)
         if not os.path.lexists(folder / "config.json"):
             raise RunError(f"{folder} holds no run (no config.json): start one there, or give the folder of one")
-        return cls(folder, read_json(folder / "config.json"))
+        config = read_json(folder / "config.json")
+        if not isinstance(config, dict):
+            raise RunError(f"{folder / 'config.json'} is damaged (not a JSON object): put it back from a copy")
+        return cls(folder, config)
 
     def close(self) -> None:
         """Release the lock; the run can still be read."""

@@ -59,7 +59,7 @@ class Metrics:
         for line in self._content().split(b"\n")[:-1]:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 yield line + b"\n", row

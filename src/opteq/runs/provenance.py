@@ -29,7 +29,8 @@ def environment() -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     """What git says about the working directory; None where there is no git or no repository."""
-    command = ["git", "--no-optional-locks", *arguments]
+    # A repository's own configuration may name a program as its file system monitor: never run that.
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

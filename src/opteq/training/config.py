@@ -104,6 +104,9 @@ class TrainConfig:
                 check_integer(self, name, getattr(self, name), 1)
         for name in ("rollbacks", "crop", "seed"):
             check_integer(self, name, getattr(self, name), 0)
+        for name in ("epochs", "batch_size", "seed", "unroll"):
+            if getattr(self, name) >= 2**31:
+                raise ValueError(invalid(self, name, "an integer below 2^31", getattr(self, name)))
         for name in ("warm_start", "flip", "drop_last"):
             check_instance(self, name, getattr(self, name), bool, "a bool")
         self._check_numbers()

@@ -25,7 +25,7 @@ from opteq.training.config import OPERATIONAL, TrainConfig, step_size
 from opteq.training.display import display
 from opteq.training.learner import Learner
 from opteq.training.objective import Loss, Objective, Tally, evaluate
-from opteq.training.parts import Samples, alphas, checked, cuda_devices, fingerprint
+from opteq.training.parts import Samples, alphas, checked, cuda_devices, find_device, fingerprint
 from opteq.training.processes import World, naming_lost_processes
 from opteq.training.state import (
     Memory,
@@ -104,7 +104,7 @@ class Training:
         self, model: nn.Module, train: Any, valid: Any, config: TrainConfig, loss: Loss | None, ignore: int | None
     ) -> None:
         self.config, self.model = config, model
-        self.world = World.here(torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        self.world = World.here(find_device(config.device))
         self.objective = Objective(config.label_smoothing, ignore, loss)
         self.learner = Learner(model, config, self.objective, self.world)
         self.train, self.valid = self._checked("train", train), None if valid is None else self._checked("valid", valid)

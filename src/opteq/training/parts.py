@@ -55,10 +55,11 @@ def checked(name: str, split: Any, model: nn.Module, objective: Objective, devic
     try:
         x, y = split
     except (TypeError, ValueError):
-        raise TypeError(invalid("fit", name, "a Split or a pair (x, y) of tensors", type(split).__name__)) from None
+        expected = "a Split or a pair (x, y) of tensors, of which fit makes the batches itself"
+        raise TypeError(invalid("fit", name, expected, type(split).__name__)) from None
     if not isinstance(y, Tensor) or not hasattr(x, "dtype") or isinstance(x, np.ndarray):
         found = f"{type(x).__name__} and {type(y).__name__}"
-        raise TypeError(invalid("fit", name, "a Split or a pair (x, y) of tensors", found))
+        raise TypeError(invalid("fit", name, "a Split or a pair (x, y) of tensors (see torch.from_numpy)", found))
     if len(x) != len(y) or not len(y):
         raise ValueError(invalid("fit", name, "samples x with as many targets y, not none", f"{len(x)} and {len(y)}"))
     y = y.to(dtype) if y.is_floating_point() else y.long()
@@ -80,13 +81,30 @@ def _probe(name: str, x: Tensor, model: nn.Module) -> Tensor:
     try:
         with torch.no_grad(), evaluating(model), torch.random.fork_rng(cuda_devices(x.device)), warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            output: Tensor = model(x)
-            return output
+            output = model(x)
     except ConvergenceError:  # a layer with on_failure="raise" has its say when the training begins
         raise
     except (RuntimeError, ValueError, TypeError) as error:
         shape = list(x.shape[1:])
         raise ValueError(f"The model cannot take the samples of '{name}', of shape {shape}: {error}") from error
+    if not isinstance(output, Tensor):
+        raise TypeError(invalid("fit", "model", "one whose output is a tensor", type(output).__name__))
+    return output
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of this name; None: a GPU if there is one."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            invalid("fit", "device", "a device of this machine, such as 'cpu', or None", f"{name}: {reason}")
+        ) from error
+    return device
 
 
 def cuda_devices(device: torch.device) -> list[torch.device]:
