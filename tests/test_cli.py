@@ -1,10 +1,13 @@
 """The command: exit codes, one line an error with its remedy, and what each command prints and writes."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
+import grid_work
 import opteq
 from data_files import random_bytes, write_camvid, write_idx, write_image
 from opteq import cli, experiments
 from opteq.cli import bench, processes, train
-from opteq.recipes import KINDS, Recipe, load_model
+from opteq.grids import run_grid
+from opteq.recipes import KINDS, Data, Recipe, load_model
 from opteq.runs import Run
 from opteq.training import Callback, DivergenceError, LostProcessError, World
 from opteq.training.watch import Trouble
@@ -136,17 +141,33 @@ def test_a_warning_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "opteq: warning: first second\n"
 
 
-def test_a_reader_that_goes_away_is_no_error(monkeypatch):
-    def closed(arguments):
-        raise BrokenPipeError
+@pytest.mark.parametrize("left", [True, False])
+def test_a_reader_that_goes_away_is_no_error_but_another_broken_pipe_is(left, monkeypatch, capsys):
+    def broken(arguments):
+        raise BrokenPipeError("a worker is gone")
 
-    monkeypatch.setattr("opteq.cli.info.info", closed)
-    told = []
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "dup2", lambda old, new: (os.close(old), told.append(new)))
-        patch.setattr(sys, "stdout", type("Pipe", (), {"fileno": lambda self: 1})())
+    monkeypatch.setattr("opteq.cli.info.info", broken)
+    reading, writing = os.pipe()
+    if left:
+        os.close(reading)
+    with open(writing, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
         code = cli.main(["info"])
-    assert (code, told) == (0, [1])
+        if left:
+            print("to nobody", file=pipe, flush=True)  # no error at the end of the process either
+            assert code == 0
+        else:
+            check_error(capsys, code, 2, "a worker is gone")
+            os.close(reading)
+
+
+def test_a_broken_pipe_is_an_error_where_stdout_is_no_file(monkeypatch, capsys):
+    def broken(arguments):
+        raise BrokenPipeError("a worker is gone")
+
+    monkeypatch.setattr("opteq.cli.info.info", broken)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    check_error(capsys, cli.main(["info"]), 2, "a worker is gone")
 
 
 def test_info_says_what_a_bug_report_needs(capsys):
@@ -300,7 +321,19 @@ def test_a_configuration_that_is_none_is_refused(here, capsys):
 
 def test_a_training_is_run_reported_and_resumed(here, monkeypatch, capsys):
     boards = []
-    monkeypatch.setattr(train, "TensorBoard", lambda folder: boards.append(folder) or Callback())
+
+    class Board(Callback):
+        def __init__(self, folder):
+            assert (folder.parent / "config.json").exists()  # the run came first
+            boards.append(folder)
+
+        def row(self, row):
+            boards.append(row["kind"])
+
+        def close(self):
+            boards.append("closed")
+
+    monkeypatch.setattr(train, "TensorBoard", Board)
     arguments = ["train", "deep", *TINY, "--train.epochs", "2", "--train.device", "cpu", "--tensorboard"]
     assert cli.main(arguments) == 0
     captured = capsys.readouterr()
@@ -311,7 +344,8 @@ def test_a_training_is_run_reported_and_resumed(here, monkeypatch, capsys):
     assert "994" in captured.out
     assert "opteq report runs/digits-deep-1" in captured.out
     assert "epoch 2" in captured.err
-    assert boards == [Path("runs/digits-deep-1/tensorboard")]
+    assert (boards[0], boards[-1]) == (Path("runs/digits-deep-1/tensorboard"), "closed")
+    assert "epoch" in boards
     before = (folder / "model.safetensors").read_bytes()
 
     for arguments, words in (
@@ -345,6 +379,21 @@ def test_a_training_is_run_reported_and_resumed(here, monkeypatch, capsys):
 def test_a_second_training_gets_a_folder_of_its_own(here):
     (here / "runs" / "digits-deep-1").mkdir(parents=True)
     assert str(train._free_folder(Recipe())) == "runs/digits-deep-2"
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "..", "a/b", "", "x" * 300, "a\0b"])
+def test_the_folder_of_a_run_is_in_runs_whatever_the_data_are_called(name):
+    folder = train._free_folder(Recipe(Data(name)))
+    assert folder.parent == Path("runs")
+    assert re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{1,150}-deep-1", folder.name)
+
+
+def test_a_training_that_is_refused_leaves_no_folder(here, monkeypatch, capsys):
+    check_error(capsys, cli.main(["train", "deep", "--data.name", "../evil", "--tensorboard"]), 2, "evil")
+    check_error(capsys, cli.main(["train", "deep", *TINY, "--pool", "99", "--tensorboard"]), 2, "at least 99 x 99")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    check_error(capsys, cli.main(["train", "deep", *TINY, "--tensorboard"]), 2, "pip install 'opteq[tensorboard]'")
+    assert list(here.iterdir()) == []
 
 
 def test_folders_without_a_run_are_refused(capsys):
@@ -568,6 +617,16 @@ def test_an_experiment_runs_with_its_options_and_its_verdict(code, monkeypatch):
     monkeypatch.setattr(experiments, "run", lambda name, options: asked.append((name, options)) or code)
     assert cli.main(["experiment", "opteq_theorems", "--preset", "smoke", "--seed", "3"]) == code
     assert asked == [("opteq_theorems", experiments.Options(preset="smoke", seed=3))]
+
+
+def test_a_cell_of_another_version_is_run_again(here, monkeypatch):
+    def outcome():
+        with ThreadPoolExecutor(1) as threads:
+            return run_grid(grid_work.product, {"x": {"a": 2, "b": 3}}, here, executor=threads)["x"]
+
+    assert [outcome().cached, outcome().cached] == [False, True]
+    monkeypatch.setattr(opteq, "__version__", "another")
+    assert [outcome().cached, outcome().cached] == [False, True]
 
 
 def test_the_benchmarks_are_those_of_a_checkout(tmp_path, monkeypatch, capsys):

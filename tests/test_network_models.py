@@ -4,6 +4,7 @@ import copy
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from opteq.models import (
     opteq_mid,
     opteq_segmenter,
     opteq_small,
+    parts,
     residual_deq,
     resnet18,
     resnet34,
@@ -178,6 +180,21 @@ def test_standardize_makes_channels_of_mean_zero_and_deviation_one(shape):
     torch.testing.assert_close(out.mean(1), torch.zeros(3, dtype=torch.float64), atol=1e-9, rtol=0)
     torch.testing.assert_close(out.std(1, correction=0), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), atol=1e-9, rtol=0)
     assert Standardize([0.0] * 3, [2.0] * 3)(x).dtype is torch.float64
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (7, 3, 2, 4), (1, 2, 5)])
+def test_the_deviation_is_summed_in_parts_and_exact_beside_a_large_mean(shape, monkeypatch):
+    sizes, double = [], torch.Tensor.double
+    monkeypatch.setattr(parts, "_CHUNK", 48)
+    monkeypatch.setattr(torch.Tensor, "double", lambda x: sizes.append(x.numel()) or double(x))
+    x = 1000 + images(*shape).float()
+    x[:, 0] = 7.0
+    found = Standardize.of(x)
+    monkeypatch.undo()
+    channels = x.transpose(0, 1).flatten(1).numpy().astype("float64")
+    np.testing.assert_allclose(found.mean.numpy(), channels.mean(1), rtol=1e-7)
+    np.testing.assert_allclose(found.std.numpy(), [1.0, *channels.std(1)[1:]], rtol=1e-6)
+    assert max(sizes) <= 48
 
 
 @pytest.mark.parametrize("size", [(8, 8), (9, 13), (16, 11)])
@@ -605,6 +622,8 @@ REFUSED = [
     (lambda: ResNet((1, 1), bottleneck=True)(torch.zeros(1, 3, 7, 7)), "of ResNet must be images of at least 8 x 8"),
     (lambda: without_equilibrium(nn.Identity()), "The 'model' parameter of without_equilibrium must be a Classifier"),
     (lambda: TwofoldOptEq(2, 3, 4).bind(torch.zeros(1, 3, 4, 4)), "The 'x' parameter of TwofoldOptEq must be of shape"),
+    (lambda: mdeq_small(2, channels=(4, 8), head=(2,)), "The 'head' parameter of mdeq_small must be 2 numbers, one a resolution"),
+    (lambda: mdeq_small(2, channels=()), "The 'channels' parameter of mdeq_small must be not empty"),
     (
         lambda: mdeq_small(2, channels=(4, 8), head=(2, 2), final=3)(torch.zeros(1, 3, 12, 12)),
         "The 'x' parameter of Multiscale must be .* multiples of 2",

@@ -15,10 +15,12 @@ from torch import nn
 from data_files import random_bytes, write_camvid, write_class_folders, write_image
 from opteq import Equilibrium, recipes
 from opteq.cells import DeepOptEq, ScaledReLU, WideOptEq
+from opteq.data import Images
 from opteq.gradients import Implicit, JacobianFree, Phantom, Unrolled
 from opteq.models import Readout
 from opteq.recipes import KINDS, Data, Deep, Dense, Recipe, RecipeError, ScaledRelu, Solve
 from opteq.runs import Run, RunError
+from opteq.solve import Stop
 from opteq.solvers import SAM, Newton
 from opteq.theory.certificates import certified_init, certify
 from opteq.training import TrainConfig, World
@@ -132,6 +134,8 @@ def changed(path: str, value: object) -> dict:
         ("model.solve.rtol", "1e-3", ["model.solve.rtol must be a number or null", "'1e-3'"]),
         ("data.size", [8], ["data.size must be an integer or a list of 2 integers or null", "[8]"]),
         ("data.name", None, ["data.name must be a text", "None"]),
+        ("train.lr", 10**400, ["train.lr must be a number", "1000", "..."]),
+        ("train.lr", -(10**400), ["train.lr must be a number"]),
         ("data.limit", 0, ["data: The 'limit' parameter of Data must be an integer >= 1", "0"]),
     ],
 )
@@ -242,6 +246,44 @@ def test_the_settings_of_a_solve_reach_the_equilibrium():
     assert layer(gradient="unrolled", steps=9).gradient.steps == 9
 
 
+def test_one_setting_of_a_solve_leaves_the_other_as_it_is():
+    """On real targets, where the defaults are those of the readout, too."""
+    data = Data(theory="unit", limit=4, test_limit=4)
+    dataset = data.load()
+
+    def stop(**settings) -> Stop | None:
+        return recipes.build(Recipe(data, Dense(solve=Solve(**settings))), dataset).stop
+
+    assert stop() is None
+    assert stop(rtol=1e-6) == Stop(rtol=1e-6, max_steps=2000)
+    assert stop(max_steps=7) == Stop(rtol=1e-12, max_steps=7)
+    assert Solve(rtol=1e-6).stop() == Stop(rtol=1e-6, max_steps=100)
+
+
+@pytest.mark.parametrize("mode", ["implicit", "unrolled", "sam"])
+def test_a_network_of_a_fixed_depth_is_trained_in_its_own_mode_only(mode):
+    with pytest.raises(RecipeError, match=f"train.mode must be 'own' for repeat, whose depth is its own. Got '{mode}'"):
+        Recipe(model=recipes.Repeat(), train=TrainConfig(mode=mode))
+
+
+def test_building_leaves_other_generators_alone(monkeypatch):
+    """torch.manual_seed would seed the generators of the GPUs, which are not put back."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("a GPU was seeded"))
+    recipe = Recipe(Data(limit=4, test_limit=4), Dense())
+    recipes.build(recipe, recipe.data.load())
+
+
+def test_the_standardization_looks_at_a_bounded_number_of_numbers(monkeypatch):
+    data = Data(limit=50, test_limit=4)
+    dataset = data.load()
+    seen = []
+    monkeypatch.setattr("opteq.recipes.inputs.Standardize.of", lambda x: seen.append(len(x)) or nn.Identity())
+    for largest in (1, 64 * 10, 64 * 1000):
+        monkeypatch.setattr("opteq.recipes.inputs._LARGEST", largest)
+        recipes.build(Recipe(data, Dense()), dataset)
+    assert seen == [1, 10, 50]
+
+
 def test_the_layers_of_dense_models_are_composed_or_side_by_side():
     data = Data(limit=4, test_limit=4)
     dataset = data.load()
@@ -317,6 +359,29 @@ def test_the_validation_part_is_kept_and_limited(root):
     assert chosen.valid is None
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_images_that_are_read_when_needed_stay_so_unless_what_is_left_fits_in_memory(root, fits, monkeypatch):
+    data = Data("imagenette64", root=root, size=32, classes=(1, 0), limit=1)
+    wanted = data.load()
+    monkeypatch.setattr("opteq.data.images.IN_MEMORY", 0)
+    whole = Data("imagenette64", root=root, size=32).load()
+    assert isinstance(whole.train.x, Images)
+    monkeypatch.setattr("opteq.recipes.data.load", lambda *given, **options: whole)
+    monkeypatch.setattr("opteq.data.images.IN_MEMORY", 2**30 if fits else 0)
+    found = data.load()
+    for part, expected in zip(found, wanted, strict=True):
+        assert isinstance(part.x, torch.Tensor if fits else Images)
+        assert torch.equal(part.x[:], expected.x)
+        assert torch.equal(part.y, expected.y)
+
+
+def test_the_theory_is_about_one_label_a_sample(root):
+    with pytest.raises(ValueError, match="'theory' parameter of Data must be 'off' for camvid"):
+        Data("camvid", root=root, theory="unit").load()
+    with pytest.raises(ValueError, match="'classes' parameter of Data must be left out for sphere"):
+        Data("sphere", theory="unit", classes=(0, 1)).load()
+
+
 def test_the_data_of_the_theory_has_one_norm_and_two_targets():
     unit = Data(theory="unit", classes=(3, 8)).load()
     count = {label: int((Data().load().train.y == label).sum()) for label in (3, 8)}
@@ -372,6 +437,15 @@ def test_a_trained_model_is_loaded_as_it_was_judged(trained):
     assert float(right) == pytest.approx(result.scores["valid_accuracy"])
 
 
+def test_the_standardization_of_a_loaded_model_is_that_of_its_weights(trained, monkeypatch):
+    folder, _ = trained
+    monkeypatch.setattr("opteq.recipes.recipe.standardization", lambda dataset: pytest.fail("computed again"))
+    model, dataset = recipes.load_model(folder)
+    x = model.standardize(dataset.train.x)
+    assert float(x.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(x.std(correction=0)) == pytest.approx(1, abs=1e-5)
+
+
 def test_a_run_without_a_result_gives_its_last_checkpoint(trained, tmp_path):
     folder, _ = trained
     wanted = recipes.load_model(folder)[0].state_dict()
@@ -409,6 +483,15 @@ def test_resuming_a_finished_run_changes_nothing(trained):
 def test_a_changed_recipe_is_not_resumed_and_the_changes_are_named(trained, changes, words):
     with pytest.raises(RunError, match=words):
         recipes.run(replace(TINY, **changes), trained[0], resume=True)
+
+
+def test_a_setting_that_is_infinite_is_compared_too(tmp_path):
+    """Data that JSON has no number for; nothing else differs."""
+    endless = Recipe(TINY.data, recipes.Monotone(m=math.inf), TINY.train)
+    with Run.create(tmp_path / "run", endless.to_json()):
+        pass
+    with pytest.raises(RunError, match=r"\(model.m: inf -> 2.0\)"):
+        recipes.run(replace(endless, model=recipes.Monotone(m=2.0)), tmp_path / "run", resume=True)
 
 
 def test_only_the_first_process_describes_a_run(tmp_path, monkeypatch):
@@ -486,6 +569,7 @@ def test_a_training_under_a_certificate_is_told_in_json():
     assert told["trained"]["loss_last"] <= told["trained"]["bound_last"] < told["trained"]["loss_first"]
     assert math.isclose(told["trained"]["loss_first"], float(y.square().sum()) / 2)  # a = 0
     assert told["explain"] == certificate.explain()
+    assert recipes.certificate_json(certificate, {"seen": (1.0, (math.nan,))})["trained"] == {"seen": [1.0, [None]]}
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100, 101, 120])

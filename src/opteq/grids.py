@@ -70,9 +70,9 @@ def run_grid(
 
     `function` must be at the top of a module that the workers can import; the settings and results are JSON objects (NaN and
     infinity in a result become null). Each cell that ends is written to folder/cells/NAME.json, with its settings. A cell that is
-    there, finished, with the same settings, is not run again; one that failed is. A cell whose worker process died is
-    submitted again, at most `retries` times. `tell` is called here with each outcome as it is known. An interrupt (Ctrl-C) cancels
-    the cells that are not finished.
+    there, finished, with the same settings and of this version of the package, is not run again; one that failed is. A cell whose
+    worker process died is submitted again, at most `retries` times. `tell` is called here with each outcome as it is known. An
+    interrupt (Ctrl-C) cancels the cells that are not finished.
     """
     _check_function(function)
     check_instance("run_grid", "executor", executor, Executor, "a concurrent.futures.Executor")
@@ -96,12 +96,16 @@ class _Grid:
         self.outcomes: dict[str, Outcome] = {}
         self.deaths = dict.fromkeys(cells, 0)
 
+    def about(self, name: str) -> dict[str, Any]:
+        """All that a cell's outcome depends on."""
+        return {"name": name, "function": self.title, "settings": self.cells[name], "version": opteq.__version__}
+
     def recall(self) -> None:
         """Take the cells that are finished on disk."""
         for name, path in self.paths.items():
             try:
                 stored = json.loads(path.read_text(encoding="utf-8"))
-                same = (stored["name"], stored["function"], stored["settings"]) == (name, self.title, self.cells[name])
+                same = all(stored[key] == value for key, value in self.about(name).items())
                 finished = Outcome(name, stored["result"], stored["error"], stored["seconds"], cached=True)
             except (FileNotFoundError, ValueError, KeyError, TypeError):  # not there, or not ours: it is run, and written anew
                 continue
@@ -133,8 +137,7 @@ class _Grid:
             done = _failed(f"its worker process died {times} (killed, out of memory, or a crash)")
         except Exception as error:  # such as Dask's KilledWorker
             done = _failed(_one_line(error))
-        record = {"name": name, "function": self.title, "settings": self.cells[name], "version": opteq.__version__, **done}
-        write_atomic(self.paths[name], json.dumps(record, indent=1, allow_nan=False) + "\n")
+        write_atomic(self.paths[name], json.dumps(self.about(name) | done, indent=1, allow_nan=False) + "\n")
         self.finish(Outcome(name, done["result"], done["error"], done["seconds"], cached=False))
 
     def finish(self, outcome: Outcome) -> None:
@@ -215,7 +218,7 @@ def _plain(value: Any, where: str, *, finite: bool = False) -> dict[str, Any]:
 
 def _paths(cells: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """The file of each cell: its name, with a hash where a file cannot be called so; no two that differ by case alone."""
-    paths = {name: folder / "cells" / f"{_safe(name)}.json" for name in cells}
+    paths = {name: folder / "cells" / f"{safe_name(name)}.json" for name in cells}
     seen: dict[str, str] = {}
     for name, path in paths.items():
         other = seen.setdefault(path.name.casefold(), name)
@@ -224,7 +227,8 @@ def _paths(cells: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     return paths
 
 
-def _safe(name: str) -> str:
+def safe_name(name: str) -> str:
+    """The name if a file can be called so; else what can be kept of it, and a hash."""
     kept = re.sub(r"[^A-Za-z0-9._=,+-]|^\.", "_", name)[:_LONGEST]
     return name if kept == name != "" else f"{kept}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 

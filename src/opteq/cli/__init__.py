@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import select
 import sys
 import traceback
 import warnings
@@ -48,13 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return dispatch([argument for argument in given if argument != "--debug"])
         except SystemExit as ended:  # the parser has printed the help, or what is wrong
             return ended.code if isinstance(ended.code, int) else 2
-        except BrokenPipeError:  # `opteq ... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
         except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, BrokenPipeError) and _reader_left():  # `opteq ... | head`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 0
             if debug:
                 traceback.print_exc()
             return fail(error, debug)
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads any more what is printed: a pipe to another process, such as a worker, may break as well."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # errors are always told
+    except (AttributeError, OSError, ValueError):  # not on Windows; stdout may be none of the system's files
+        return False
+    return bool(poll.poll(0))
 
 
 def dispatch(arguments: list[str]) -> int:

@@ -2,17 +2,19 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from opteq.cli.common import console, parse, table
 from opteq.cli.processes import agree, process_group
+from opteq.grids import safe_name
 from opteq.models import count_parameters
 from opteq.recipes import Data, Deep, Model, Recipe, build, probe, run
 from opteq.runs import Run
-from opteq.training import LostProcessError, Result, TensorBoard, TrainConfig
+from opteq.training import Callback, LostProcessError, Result, TensorBoard, TrainConfig
 
 __all__ = ["train"]
 
@@ -55,7 +57,7 @@ def train(arguments: Sequence[str]) -> int:
         return show(recipe)
     with process_group(recipe.train.device) as world:
         folder = options.resume or options.folder or Path(agree(world, str(_free_folder(recipe))))
-        told = [TensorBoard(folder / "tensorboard")] if options.tensorboard and world.first else []
+        told = [Board(folder / "tensorboard")] if options.tensorboard and world.first else []
         try:
             result = run(recipe, folder, resume=options.resume is not None, callbacks=told, verbose=not options.quiet)
         except KeyboardInterrupt:
@@ -65,6 +67,24 @@ def train(arguments: Sequence[str]) -> int:
         if world.first:
             summarize(result, folder)
     return 0
+
+
+class Board(Callback):
+    """TensorBoard, which makes its folder at once, begun with the training: when all is checked, and the run folder is there."""
+
+    def __init__(self, folder: Path) -> None:
+        if find_spec("tensorboard") is None:
+            raise ImportError("TensorBoard needs the package tensorboard: pip install 'opteq[tensorboard]'.")
+        self.folder, self.board = folder, Callback()
+
+    def begin(self, config: Mapping[str, Any], total: int) -> None:
+        self.board = TensorBoard(self.folder)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self.board.row(row)
+
+    def close(self) -> None:
+        self.board.close()
 
 
 def _defaults(arguments: Sequence[str]) -> Train | None:
@@ -87,7 +107,7 @@ def _defaults(arguments: Sequence[str]) -> Train | None:
 def _free_folder(recipe: Recipe) -> Path:
     """runs/DATA-MODEL-N with the first N that is free."""
     n = 1
-    while (folder := Path("runs") / f"{recipe.data.name}-{recipe.kind}-{n}").exists():
+    while (folder := Path("runs") / f"{safe_name(recipe.data.name)}-{recipe.kind}-{n}").exists():
         n += 1
     return folder
 

@@ -89,7 +89,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
         dtype=torch.float32,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings["seed"])
+        torch.default_generator.manual_seed(settings["seed"])
         cell = ScaledReLU(x.shape[1], settings["width"], gamma=settings["gamma"])
         model = Readout(cell, stop=Stop(rtol=1e-6, atol=1e-6), on_failure="raise")
     descent = torch.optim.SGD(model.parameters(), lr=settings["step"])

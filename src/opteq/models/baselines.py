@@ -13,7 +13,7 @@ from opteq.checks import check_instance, check_integer, check_shape, invalid
 from opteq.equilibrium import Cell, Equilibrium, OnFailure
 from opteq.gradients import Unrolled
 from opteq.models.classifier import Segmenter
-from opteq.models.parts import NormKind, Scores, Strided, check_images, check_widths, make_norm
+from opteq.models.parts import NormKind, Scores, Strided, check_images, check_kernel, check_widths, make_norm
 from opteq.solve import Solver
 
 
@@ -37,9 +37,7 @@ class FeedForward(nn.Module):
         check_integer(self, "in_features", in_features, 1)
         self.hidden = check_widths(self, "hidden", hidden)
         if kernel_size is not None:
-            check_integer(self, "kernel_size", kernel_size, 1)
-            if kernel_size % 2 == 0:
-                raise ValueError(invalid(self, "kernel_size", "odd", kernel_size))
+            check_kernel(self, kernel_size)
         self.in_features, self.kernel_size = in_features, kernel_size
         self.activation = find_activation(self, activation)
         kernel = () if kernel_size is None else (kernel_size, kernel_size)
@@ -90,9 +88,10 @@ class Repeated(Equilibrium):
 class FCN(Segmenter):
     """A fully convolutional network: `Strided`, then relu(norm(W_k * .)) of the widths `hidden`, scores, bilinear upsampling.
 
-    The extractor and the scores are those of `opteq_segmenter`; plain convolutions are in the place of the equilibrium. With the
-    widths as they are the two have the same size to 1%; `parameters` gives another one: the whole has at most that many, with
-    widths in the proportions of `hidden`. Shelhamer, Long and Darrell (2017).
+    The extractor is that of `opteq_segmenter`; plain convolutions are in the place of the equilibrium, and the scores have no norm
+    of their own, for the last of these convolutions has one. With the widths as they are the two have the same size to 1%;
+    `parameters` gives another one: the whole has at most that many, with widths in the proportions of `hidden`.
+    Shelhamer, Long and Darrell (2017).
     """
 
     def __init__(
@@ -107,9 +106,7 @@ class FCN(Segmenter):
         parameters: int | None = None,
     ) -> None:
         widths = check_widths(self, "hidden", hidden)
-        check_integer(self, "kernel_size", kernel_size, 1)
-        if kernel_size % 2 == 0:
-            raise ValueError(invalid(self, "kernel_size", "odd", kernel_size))
+        check_kernel(self, kernel_size)
         extractor = Strided(in_channels, channels, norm=norm)
 
         def behind(widths: tuple[int, ...]) -> nn.Sequential:

@@ -59,7 +59,12 @@ class Classifier(Network):
 
 
 class Segmenter(Network):
-    """logits at each pixel of x: those of head(z), z = f(z, g(x)), between them linear in both directions."""
+    """logits at each pixel of x: those of head(z), z = f(z, g(x)), between them linear in both directions.
+
+    The interpolation takes a pixel of z for the middle of the region that it stands for. With k strided convolutions (`Strided`) it
+    is that region's first pixel, 2^k i, so that the logits are shifted by (2^k - 1)/2 pixels, 3.5 for k = 3, along both sides; the
+    kernels can learn to make up for it.
+    """
 
     def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
         """The logits [batch, classes, height, width], at the resolution of x."""

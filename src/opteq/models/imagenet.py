@@ -10,10 +10,11 @@ from opteq.cells import DeepOptEq, Multiscale
 from opteq.cells.deep import Evaluation, Mode
 from opteq.cells.multiscale import MultiscaleInit
 from opteq.cells.tiers import Tiers
+from opteq.checks import invalid
 from opteq.equilibrium import Equilibrium, OnFailure
 from opteq.gradients import Gradient, Unrolled
 from opteq.models.classifier import Classifier
-from opteq.models.parts import Checked, Pooled, Strided
+from opteq.models.parts import Checked, Pooled, Strided, check_widths
 from opteq.models.resnet import Block, ResNet, normed
 from opteq.models.separable import QuickDepthwiseOptEq, TwofoldOptEq
 from opteq.regularizers import Regularizer
@@ -139,6 +140,9 @@ def mdeq_small(
     Height and width must be multiples of 4 2^(T-1), for T resolutions: 32 as it is. The norms of f are group norms; batch norms
     are in the extractor and the head. Bai, Koltun and Kolter (2020), with the sizes of their code.
     """
+    check_widths("mdeq_small", "channels", channels)
+    if len(check_widths("mdeq_small", "head", head)) != len(channels):
+        raise ValueError(invalid("mdeq_small", "head", f"{len(channels)} numbers, one a resolution", head))
     extractor = Strided(in_channels, (channels[0], channels[0]))
     cell = Multiscale(channels, expand=expand, init=init)
     middle = Equilibrium(cell, solver, stop, gradient, on_failure)

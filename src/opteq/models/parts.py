@@ -1,6 +1,6 @@
 """What stands before and behind an equilibrium: normalisation of the data, extractors of a few convolutions, heads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -10,6 +10,8 @@ from opteq.cells.multiscale import group_norm
 from opteq.checks import check_finite, check_floating, check_instance, check_integer, invalid
 
 NormKind: TypeAlias = Literal["batch", "group"]
+
+_CHUNK = 2**20  # numbers that are summed at a time: float64 copies of 8 MiB
 
 
 def check_images(owner: object, x: Tensor, channels: int, least: int) -> None:
@@ -31,6 +33,13 @@ def check_widths(owner: object, name: str, widths: object) -> tuple[int, ...]:
     for width in widths:
         check_integer(owner, name, width, 1)
     return tuple(widths)
+
+
+def check_kernel(owner: object, kernel_size: int) -> None:
+    """Raise unless the side of the kernels is an odd integer."""
+    check_integer(owner, "kernel_size", kernel_size, 1)
+    if kernel_size % 2 == 0:
+        raise ValueError(invalid(owner, "kernel_size", "odd", kernel_size))
 
 
 def make_norm(owner: object, kind: NormKind | None, channels: int) -> nn.Module:
@@ -66,9 +75,12 @@ class Standardize(nn.Module):
         check_floating("Standardize.of", "x", x)
         if x.ndim < 2 or x.numel() == 0:
             raise ValueError(invalid("Standardize.of", "x", "of shape [n, channels, ...] and not empty", list(x.shape)))
-        channels = x.detach().transpose(0, 1).flatten(1).double()
-        mean, std = channels.mean(1), channels.std(1, correction=0)
-        constant = std <= 1e-6 * channels.abs().amax(1)
+        chunks = x.detach().split(max(1, _CHUNK // x[0].numel()))
+        mean = _means(chunk.double() for chunk in chunks)
+        shift = mean.reshape(-1, *([1] * (x.ndim - 2)))
+        std = _means((chunk.double() - shift).square() for chunk in chunks).sqrt()
+        others = [0, *range(2, x.ndim)]
+        constant = std <= 1e-6 * torch.maximum(x.detach().amax(others), -x.detach().amin(others)).double()
         return cls(mean.to(x.dtype), torch.where(constant, torch.ones_like(std), std).to(x.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,6 +91,15 @@ class Standardize(nn.Module):
 
     def extra_repr(self) -> str:
         return f"channels={len(self.mean)}"
+
+
+def _means(chunks: Iterable[Tensor]) -> Tensor:
+    """The mean of each channel over all chunks [n, channels, ...], one of which is held at a time."""
+    total, count = torch.zeros(()), 0
+    for chunk in chunks:
+        total = chunk.sum([0, *range(2, chunk.ndim)]) + total.to(chunk)
+        count += chunk.numel() // chunk.shape[1]
+    return total / count
 
 
 class Checked(nn.Sequential):

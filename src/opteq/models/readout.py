@@ -11,6 +11,11 @@ from opteq.solve import Solution, Solver, Stop
 __all__ = ["Readout"]
 
 
+def tight_stop(dtype: torch.dtype) -> Stop:
+    """How far a Readout solves by default: to 1e-12 in float64, else to 100 times the precision, in at most 2000 steps."""
+    return Stop(rtol=1e-12 if dtype == torch.float64 else 100 * torch.finfo(dtype).eps, max_steps=2000)
+
+
 class Readout(nn.Module):
     """y = a'z with z = f(z, x): the network of the convergence theory. forward(x) gives [batch].
 
@@ -44,9 +49,7 @@ class Readout(nn.Module):
 
     def solve(self, x: Tensor, z0: Tensor | None = None) -> Solution:
         """The equilibrium with its status; z carries derivatives."""
-        dtype = self.cell.promoted(x)
-        tight = 1e-12 if dtype == torch.float64 else 100 * torch.finfo(dtype).eps
-        stop = Stop(rtol=tight, max_steps=2000) if self.stop is None else self.stop
+        stop = tight_stop(self.cell.promoted(x)) if self.stop is None else self.stop
         return Equilibrium(self.cell, self.solver, stop, on_failure=self.on_failure).solve(x, z0)
 
     def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:

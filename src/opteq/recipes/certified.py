@@ -1,12 +1,12 @@
 """Training under a certificate, and certificates as JSON."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from opteq.models import Readout
+from opteq.runs.formats import encode
 from opteq.theory.certificates import Certificate, Monitor, Violation, check
 
 __all__ = ["certificate_json", "train_certified", "trained_json"]
@@ -45,16 +45,10 @@ def certificate_json(certificate: Certificate, trained: dict[str, Any] | None = 
     conditions = [{name: getattr(condition, name) for name in _CONDITION} for condition in certificate.conditions]
     facts = {name: getattr(certificate, name) for name in _CERTIFICATE}
     found = {**facts, "conditions": conditions, "explain": certificate.explain()}
-    return _finite(found if trained is None else {**found, "trained": trained})  # type: ignore[no-any-return]
+    whole = found if trained is None else {**found, "trained": trained}
+    encoded: dict[str, Any] = encode(whole, "certificate", lambda number: None)
+    return encoded
 
 
 _CONDITION = ("name", "formula", "lhs", "rhs", "slack", "holds", "verdict", "evidence", "remedy")
 _CERTIFICATE = ("theorem", "kind", "holds", "max_step", "rate", "decay", "radii", "loss")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from opteq.checks import check_integer, invalid
-from opteq.data import Dataset, Split, load, theory_split
+from opteq.data import Dataset, Images, Split, load, theory_split
+from opteq.data.images import held
 
 __all__ = ["Data"]
 
@@ -52,10 +53,15 @@ class Data:
         if theory:
             return self._theory(given)
         given = given if self.classes is None else _only(given, self.classes)
-        valid = None if given.valid is None else _limited(given.valid, self.test_limit)
-        return replace(given, train=_limited(given.train, self.limit), test=_limited(given.test, self.test_limit), valid=valid)
+        valid = [] if given.valid is None else [_limited(given.valid, self.test_limit)]
+        train, test, *valid = _held(_limited(given.train, self.limit), _limited(given.test, self.test_limit), *valid)
+        return replace(given, train=train, test=test, valid=valid[0] if valid else None)
 
     def _theory(self, given: Dataset) -> Dataset:
+        if given.train.y.ndim > 1:
+            raise ValueError(invalid(self, "theory", f"'off' for {given.name}, which has labels at each pixel", self.theory))
+        if not given.classes and self.classes is not None:
+            raise ValueError(invalid(self, "classes", f"left out for {given.name}, which has none", self.classes))
         classes = (0, 1) if self.classes is None else self.classes
         if len(classes) != 2:
             raise ValueError(invalid(self, "classes", "two labels with `theory`", classes))
@@ -77,7 +83,19 @@ def _limited(split: Split, limit: int | None) -> Split:
     if limit is None or limit >= len(split):
         return split
     rows = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:limit].sort().values
-    return Split(split.x[rows], split.y[rows])
+    return Split(_taken(split.x, rows), split.y[rows])
+
+
+def _taken(x: Tensor | Images, rows: Tensor) -> Tensor | Images:
+    """Some samples; those of files that are read when they are needed stay so."""
+    return x.take(rows) if isinstance(x, Images) else x[rows]
+
+
+def _held(*splits: Split) -> list[Split]:
+    """The parts with their images read at once if what is left of them fits in memory."""
+    lazy = [split.x for split in splits if isinstance(split.x, Images)]
+    xs = held(lazy) if len(lazy) == len(splits) else [split.x for split in splits]
+    return [Split(x, split.y) for x, split in zip(xs, splits, strict=True)]
 
 
 def _only(given: Dataset, classes: Sequence[int]) -> Dataset:
@@ -91,7 +109,7 @@ def _only(given: Dataset, classes: Sequence[int]) -> Dataset:
         rows = torch.isin(split.y, torch.tensor(classes)).nonzero()[:, 0]
         table = torch.zeros(len(labels), dtype=torch.int64)
         table[list(classes)] = torch.arange(len(classes))
-        return Split(split.x[rows], table[split.y[rows]])
+        return Split(_taken(split.x, rows), table[split.y[rows]])
 
     valid = None if given.valid is None else part(given.valid)
     return replace(

@@ -1,6 +1,8 @@
 """Frozen dataclasses to JSON and back, field by field: nothing is imported or run, and every error names the place."""
 
 import difflib
+import reprlib
+import sys
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -67,7 +69,7 @@ def _value(kind: Any, value: Any, path: str) -> Any:
         found = _match(choice, value)
         if found is not _NO:
             return found
-    raise RecipeError(f"{path} must be {' or '.join(map(_word, _choices(kind)))}. Got {value!r} instead.")
+    raise RecipeError(f"{path} must be {' or '.join(map(_word, _choices(kind)))}. Got {reprlib.repr(value)} instead.")
 
 
 _NO = object()
@@ -84,7 +86,7 @@ def _match(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
         return _match_tuple(get_args(kind), value)
     if kind is float and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) <= sys.float_info.max else _NO
     return value if type(value) is kind else _NO
 
 

@@ -6,11 +6,12 @@ from torch import Tensor, nn
 from opteq.data import Dataset
 from opteq.equilibrium import Cell
 from opteq.models import Classifier, Readout, Standardize
+from opteq.models.readout import tight_stop
 from opteq.recipes.solving import Solve
 
-__all__ = ["features", "images", "labels", "standardization", "vectors"]
+__all__ = ["features", "images", "labels", "standardization", "unstandardized", "vectors"]
 
-_ENOUGH = 10_000  # samples for the mean and the deviation of a channel
+_ENOUGH, _LARGEST = 10_000, 2**25  # samples, and numbers in all, for the mean and the deviation of a channel
 
 
 def images(kind: str, dataset: Dataset) -> tuple[int, tuple[int, int]]:
@@ -41,11 +42,19 @@ def vectors(cell: Cell, dataset: Dataset, solve: Solve) -> nn.Module:
         return Classifier(nn.Flatten(), solve.layer(cell), nn.Linear(cell.state_shape[0], len(dataset.classes)))
     if solve.gradient != "implicit":
         raise ValueError(f"With real targets the gradient is implicit. Got {solve.gradient!r} instead.")
-    return Readout(cell, solve.method(), solve.stop()).to(dataset.train.x.dtype)
+    dtype = dataset.train.x.dtype
+    return Readout(cell, solve.method(), solve.stop(tight_stop(dtype))).to(dtype)
 
 
 def standardization(dataset: Dataset) -> Standardize:
     """The layer that gives the channels of the training samples mean 0 and deviation 1."""
     count = len(dataset.train)
-    x: Tensor = dataset.train.x[torch.linspace(0, count - 1, min(count, _ENOUGH)).long()]
+    some = min(count, _ENOUGH, max(1, _LARGEST // features(dataset)))
+    x: Tensor = dataset.train.x[torch.linspace(0, count - 1, some).long()]
     return Standardize.of(x)
+
+
+def unstandardized(dataset: Dataset) -> Standardize:
+    """A layer of that shape that does nothing yet."""
+    like = torch.zeros(dataset.train.x.shape[1], dtype=dataset.train.x.dtype)
+    return Standardize(like, like + 1)

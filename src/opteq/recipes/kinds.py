@@ -1,6 +1,8 @@
 """The models by name: settings that build a network for a data set."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 from torch import nn
@@ -183,8 +185,8 @@ class MonotoneConv:
 
 
 @dataclass(frozen=True)
-class Residual:
-    """A residual block with group norms at its equilibrium."""
+class _Block:
+    """What a residual block has, however often it is applied."""
 
     channels: int = 48
     """Channels of z."""
@@ -198,39 +200,33 @@ class Residual:
     """Means over pool x pool regions go into the linear map."""
     norm: NormKind | None = "batch"
     """Behind the first convolution and before the pooling; never inside f."""
-    solve: Solve = AUTO
 
-    def build(self, dataset: Dataset) -> nn.Module:
-        """The network."""
-        return models.residual_deq(
-            images("residual", dataset)[0], labels("residual", dataset), channels=self.channels, inner=self.inner,
-            groups=self.groups, stride=self.stride, pool=self.pool, norm=self.norm, solver=self.solve.method(),
-            stop=self.solve.stop(), gradient=self.solve.derivative(),
+    def _network(self, kind: str, dataset: Dataset) -> Callable[..., nn.Module]:
+        return partial(
+            models.residual_deq, images(kind, dataset)[0], labels(kind, dataset), channels=self.channels, inner=self.inner,
+            groups=self.groups, stride=self.stride, pool=self.pool, norm=self.norm,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Residual(_Block):
+    """A residual block with group norms at its equilibrium."""
+
+    solve: Solve = AUTO
+
+    def build(self, dataset: Dataset) -> nn.Module:
+        """The network."""
+        network = self._network("residual", dataset)
+        return network(solver=self.solve.method(), stop=self.solve.stop(), gradient=self.solve.derivative())
+
+
+@dataclass(frozen=True)
+class Repeat(_Block):
     """The block of `residual`, applied a fixed number of times: a weight-tied network."""
 
     times: int = 6
     """The paper has 6, 11 and 18."""
-    channels: int = 48
-    """Channels of z."""
-    inner: int = 64
-    """Channels inside of the block."""
-    groups: int = 8
-    """Of the group norms."""
-    stride: int = 1
-    """Of the first convolution."""
-    pool: int = 4
-    """Means over pool x pool regions go into the linear map."""
-    norm: NormKind | None = "batch"
-    """Behind the first convolution and before the pooling."""
 
     def build(self, dataset: Dataset) -> nn.Module:
         """The network."""
-        return models.residual_deq(
-            images("repeat", dataset)[0], labels("repeat", dataset), channels=self.channels, inner=self.inner, groups=self.groups,
-            stride=self.stride, pool=self.pool, norm=self.norm, repeat=self.times,
-        )  # fmt: skip
+        return self._network("repeat", dataset)(repeat=self.times)

@@ -7,7 +7,6 @@ from typing import Literal, TypeAlias
 from torch import nn
 
 from opteq import models
-from opteq.checks import invalid
 from opteq.data import Dataset
 from opteq.models.parts import NormKind
 from opteq.recipes.inputs import images, labels
@@ -33,8 +32,6 @@ class Multiscale:
 
     def build(self, dataset: Dataset) -> nn.Module:
         """The network."""
-        if len(self.head) != len(self.channels):
-            raise ValueError(invalid("multiscale", "head", f"{len(self.channels)} numbers, one a resolution", self.head))
         return models.mdeq_small(
             labels("multiscale", dataset), in_channels=images("multiscale", dataset)[0], channels=self.channels, expand=self.expand,
             head=self.head, final=self.final, solver=self.solve.method(), stop=self.solve.stop(), gradient=self.solve.derivative(),

@@ -1,6 +1,7 @@
 """A recipe: data, model and training as settings; run it in a folder, resume it, load what it trained."""
 
 import json
+import reprlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 
 from opteq.data import Dataset
 from opteq.equilibrium import Cell, ConvergenceWarning
-from opteq.models import Classifier
+from opteq.models import Classifier, Standardize
 from opteq.models import Segmenter as SegmenterNetwork
 from opteq.recipes.data import Data
 from opteq.recipes.fields import RecipeError, check_names, decode, encode
-from opteq.recipes.inputs import standardization
+from opteq.recipes.inputs import standardization, unstandardized
 from opteq.recipes.kinds import Deep, Dense, Gaussian, Monotone, MonotoneConv, Repeat, Residual, ScaledRelu, Wide
 from opteq.recipes.others import Fcn, FeedForward, MdeqSmall, Multiscale, Ode, OpteqMid, OpteqSmall, Segmenter
-from opteq.runs import Run, RunError, write_atomic
+from opteq.runs import Run, RunError, formats, write_atomic
 from opteq.theory import recover_problem
 from opteq.training import Callback, Objective, Result, TrainConfig, World, evaluate, fit, set_mode
 from opteq.training.config import OPERATIONAL
@@ -78,6 +79,10 @@ class Recipe:
     model: Model = field(default_factory=Deep)
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.model, Repeat) and self.train.mode != "own":
+            raise RecipeError(f"train.mode must be 'own' for repeat, whose depth is its own. Got {self.train.mode!r} instead.")
+
     @property
     def kind(self) -> str:
         """The name of the model."""
@@ -97,7 +102,7 @@ class Recipe:
         model = config["model"]
         kind = model.get("kind") if isinstance(model, Mapping) else None
         if not isinstance(kind, str) or kind not in KINDS:
-            raise RecipeError(f"model.kind must be one of {', '.join(KINDS)}. Got {kind!r} instead.")
+            raise RecipeError(f"model.kind must be one of {', '.join(KINDS)}. Got {reprlib.repr(kind)} instead.")
         settings = decode(KINDS[kind], {name: value for name, value in model.items() if name != "kind"}, "model")
         return cls(decode(Data, config["data"], "data"), settings, decode(TrainConfig, config["train"], "train"))
 
@@ -131,11 +136,15 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def build(recipe: Recipe, dataset: Dataset) -> nn.Module:
     """The network of a recipe, its weights drawn from train.seed; the caller's random numbers are left alone."""
+    return _built(recipe, dataset, standardization)
+
+
+def _built(recipe: Recipe, dataset: Dataset, standardize: Callable[[Dataset], Standardize]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.train.seed)
+        torch.default_generator.manual_seed(recipe.train.seed)  # those of GPUs are not forked, and stay as they are
         model = recipe.model.build(dataset)
     if recipe.data.standardize and isinstance(model, (Classifier, SegmenterNetwork)):
-        model.standardize = standardization(dataset)
+        model.standardize = standardize(dataset)
     return model
 
 
@@ -171,7 +180,7 @@ def run(
     about = recipe.to_json()
     if resume:
         stored = Recipe.of_run(folder).to_json()
-        if changes := [change for change in _differences(stored, about) if change.partition(":")[0] not in _FREE]:
+        if changes := [change for change in _changes(stored, about) if change.partition(":")[0] not in _FREE]:
             raise RunError(f"{folder} has another configuration ({'; '.join(changes)}): undo the changes, or start a new run")
         about = stored
     dataset = recipe.data.load()
@@ -187,17 +196,13 @@ def run(
     return result
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def _changes(*configs: dict[str, Any]) -> Iterator[str]:
     """The settings that differ, "train.lr: 0.1 -> 0.2"."""
-    if old.get("kind") != new.get("kind"):  # the other settings are of another model
-        yield f"{path}kind: {old.get('kind')!r} -> {new.get('kind')!r}"
-        return
-    for name in {**old, **new}:
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from _differences(before, after, f"{path}{name}.")
-        elif before != after:
-            yield f"{path}{name}: {before!r} -> {after!r}"
+    kinds = [config["model"]["kind"] for config in configs]
+    if kinds[0] != kinds[1]:  # the other settings are of another model
+        configs = tuple({**config, "model": {"kind": kind}} for config, kind in zip(configs, kinds, strict=True))
+    old, new = (formats.encode(config, "config") for config in configs)
+    return formats.differences(old, new)
 
 
 def _describe(model: nn.Module, dataset: Dataset, folder: Path) -> None:
@@ -225,7 +230,7 @@ def load_model(folder: str | Path) -> tuple[nn.Module, Dataset]:
     """The trained model of a run folder, in eval mode, and its data. A run without a result gives its last checkpoint."""
     recipe = Recipe.of_run(folder)
     dataset = recipe.data.load()
-    model = build(recipe, dataset)
+    model = _built(recipe, dataset, unstandardized)  # the weights hold the mean and the deviation of the training
     set_mode(model, recipe.train.mode, recipe.train.unroll)
     model.load_state_dict(_weights(Path(folder)))
     return model.eval(), dataset

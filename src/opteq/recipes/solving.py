@@ -1,6 +1,6 @@
 """How an equilibrium is solved and differentiated, as settings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from opteq.equilibrium import Cell, Equilibrium
@@ -14,6 +14,8 @@ SolverName: TypeAlias = Literal[
     "auto", "picard", "anderson", "broyden", "newton", "accelerated", "forward-backward", "peaceman-rachford"
 ]
 GradientName: TypeAlias = Literal["implicit", "unrolled", "phantom", "jacobian-free"]
+
+USUAL = Stop()  # of an Equilibrium
 
 _SOLVERS: dict[str, type[Solver]] = {
     "picard": Picard,
@@ -45,13 +47,12 @@ class Solve:
         """The solver; None: the library chooses."""
         return None if self.solver == "auto" else _SOLVERS[self.solver]()
 
-    def stop(self) -> Stop | None:
-        """The tolerance; None: the default of the layer."""
+    def stop(self, usual: Stop = USUAL) -> Stop | None:
+        """The tolerance, for a layer whose default is `usual`; None: that default."""
         if self.rtol is None and self.max_steps is None:
             return None
-        usual = Stop()
-        rtol, steps = usual.rtol if self.rtol is None else self.rtol, usual.max_steps if self.max_steps is None else self.max_steps
-        return Stop(rtol, max_steps=steps)
+        rtol = usual.rtol if self.rtol is None else self.rtol
+        return replace(usual, rtol=rtol, max_steps=usual.max_steps if self.max_steps is None else self.max_steps)
 
     def derivative(self) -> Gradient:
         """The gradient strategy."""
