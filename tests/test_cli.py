@@ -374,6 +374,14 @@ def test_a_training_is_run_reported_and_resumed(here, monkeypatch, capsys):
         assert middle == pytest.approx(float(cross_entropy(model(data.train.x), data.train.y)), rel=1e-4)
     assert {path.name for path in (here / "drawn").iterdir()} == {f"landscape.{kind}" for kind in ("csv", "png", "svg")}
     check_error(capsys, cli.main(["train", "deep", *TINY, "--folder", "runs/digits-deep-1"]), 2, "already holds a run")
+    check_error(capsys, cli.main(["landscape", "runs/digits-deep-1", "--steps", "4"]), 2, "--steps must be odd")
+    assert cli.main(["report", "runs/digits-deep-1", "--out", "drawn"]) == 0
+    assert (here / "drawn" / "report.html").exists()
+
+
+def test_commands_to_go_on_with_can_be_pasted(here, capsys):
+    assert cli.main(["train", "deep", *TINY, "--quiet", "--folder", "a b [x]"]) == 0
+    assert "opteq report 'a b [x]'" in capsys.readouterr().out
 
 
 def test_a_second_training_gets_a_folder_of_its_own(here):

@@ -332,6 +332,19 @@ def test_a_grey_image_and_a_large_jpeg_become_three_channels(tmp_path):
     assert torch.allclose(x, torch.full((3, 32, 48), 128 / 255), atol=0.01)
 
 
+def test_sixteen_bits_are_scaled_and_pixels_of_no_known_range_refused(tmp_path):
+    levels = np.array([[0, 257 * 10], [257 * 128, 65535]], dtype=np.uint16)
+    Image.fromarray(levels).save(tmp_path / "a.png")
+    x = Images([str(tmp_path / "a.png")], (2, 2))[0]
+    assert torch.allclose(x[0] * 255, torch.tensor([[0.0, 10.0], [128.0, 255.0]]), atol=1e-4)
+    Image.fromarray(levels.astype(np.float32)).save(tmp_path / "b.tiff")
+    with pytest.raises(ValueError, match="floating-point numbers of no known range"):
+        Images([str(tmp_path / "b.tiff")], (2, 2))[0]
+    Image.fromarray(np.full((2, 2), 70000, dtype=np.int32)).save(tmp_path / "c.tiff")
+    with pytest.raises(ValueError, match="from 70000 to 70000"):
+        Images([str(tmp_path / "c.tiff")], (2, 2))[0]
+
+
 def test_folders_too_large_to_hold_are_lazy_and_index_as_a_tensor_does(tmp_path, monkeypatch):
     write_class_folders(tmp_path)
     full = load("imagenet", tmp_path, size=(4, 6)).train.x

@@ -3,6 +3,8 @@
 import math
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from conformance import write_verify
 from opteq import Equilibrium, Stop
 from opteq.cells import ConvOptEq, FunctionCell, OptEq
 from opteq.runs import Run
@@ -185,3 +188,18 @@ def test_warm_starts_are_refused_on_several_processes(tmp_path: Path):
             fit(convolutional(), images(), None, replace(CONFIG, warm_start=True), verbose=False)
 
     assert in_each(train, tmp_path) == [0, 0]
+
+
+@pytest.mark.verify
+def test_the_command_under_torchrun_trains_like_one_process(tmp_path: Path):
+    command = ["-m", "opteq", "train", "dense", "--data.name", "digits", "--data.limit", "200", "--data.test-limit", "50"]
+    settings = ["--train.epochs", "5", "--train.batch-size", "50", "--quiet", "--folder"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    for name, prefix in (("one", []), ("two", torchrun)):
+        done = [sys.executable, *prefix, *command, *settings, str(tmp_path / name)]
+        subprocess.run(done, env=environment, check=True, timeout=300)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    worst = max(float((two[name] - one[name]).abs().max() / one[name].abs().max()) for name in one)
+    assert worst < 1e-4  # 20 steps in float32
+    write_verify("torchrun", {"steps": 20, "processes": 2, "dtype": "float32", "worst_relative_difference": worst})

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import types
 from dataclasses import fields, is_dataclass, replace
 from typing import Literal, Union, get_args, get_origin, get_type_hints
@@ -19,7 +20,7 @@ from opteq.data import Images
 from opteq.gradients import Implicit, JacobianFree, Phantom, Unrolled
 from opteq.models import Readout
 from opteq.recipes import KINDS, Data, Deep, Dense, Recipe, RecipeError, ScaledRelu, Solve
-from opteq.runs import Run, RunError
+from opteq.runs import Run, RunError, RunWarning
 from opteq.solve import Stop
 from opteq.solvers import SAM, Newton
 from opteq.theory.certificates import certified_init, certify
@@ -444,6 +445,23 @@ def test_the_standardization_of_a_loaded_model_is_that_of_its_weights(trained, m
     x = model.standardize(dataset.train.x)
     assert float(x.mean()) == pytest.approx(0, abs=1e-5)
     assert float(x.std(correction=0)) == pytest.approx(1, abs=1e-5)
+
+
+def test_damaged_weights_are_told_and_the_last_checkpoint_is_taken(trained, tmp_path):
+    folder, _ = trained
+    wanted = recipes.load_model(folder)[0].state_dict()
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "model.safetensors").write_text("garbage")
+    with pytest.warns(RunWarning, match="The last checkpoint is taken instead"):
+        found = recipes.load_model(copy)[0].state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_one_class_alone_is_refused():
+    dataset = Data("digits", limit=20, test_limit=5).load()
+    with pytest.raises(ValueError, match="tells classes apart"):
+        Deep().build(replace(dataset, classes=("0",)))
 
 
 def test_a_run_without_a_result_gives_its_last_checkpoint(trained, tmp_path):

@@ -121,6 +121,8 @@ def _train(out: Console, model: nn.Module, X: Tensor, y: Tensor, certificate: Ce
     trained = trained_json(monitor, violation)
     story = "the loss went from {loss_first:.6g} to {loss_last:.6g}, at most {bound_last:.6g} was promised".format(**trained)
     kept = "everything promised was kept." if violation is None else f"BROKEN: {violation.explain()}"
+    if violation is None and not trained["loss_last"] < (1 - 1e-9) * trained["loss_first"]:
+        kept += " The steps are too small to see: --sharp allows larger ones."
     out.print(f"\nTrained {steps} steps of size {certificate.max_step:.4g}: {story}; {kept}", soft_wrap=True)
     return trained
 

@@ -66,6 +66,8 @@ class Landscape:
 def landscape(arguments: Sequence[str]) -> int:
     """Draw a landscape."""
     options: Landscape = parse(Landscape, "landscape", arguments)
+    if options.steps % 2 == 0:
+        raise ValueError(f"--steps must be odd: the point in the middle is the trained network. Got {options.steps} instead.")
     from opteq import diagnostics
     from opteq.recipes import load_model
     from opteq.training import Objective

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -61,7 +62,7 @@ def train(arguments: Sequence[str]) -> int:
         try:
             result = run(recipe, folder, resume=options.resume is not None, callbacks=told, verbose=not options.quiet)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"interrupted; go on with: opteq train --resume {folder}") from None
+            raise KeyboardInterrupt(f"interrupted; go on with: opteq train --resume {shlex.quote(str(folder))}") from None
         except LostProcessError as error:
             raise LostProcessError(f"{error} The run folder is {folder}.") from error
         if world.first:
@@ -143,7 +144,8 @@ def summarize(result: Result, folder: Path) -> None:
         rows.append(("roll-backs", str(result.rollbacks)))
     out = console()
     out.print(table(f"{folder}", ("", ""), rows))
-    out.print(f"Next: opteq report {folder}    opteq landscape {folder} --steps 21", soft_wrap=True)
+    name = shlex.quote(str(folder))
+    out.print(f"Next: opteq report {name}    opteq landscape {name} --steps 21", soft_wrap=True, markup=False)
 
 
 def _is_score(name: str) -> bool:

@@ -106,6 +106,19 @@ def image_size(path: str) -> tuple[int, int]:
     return size
 
 
+def _eight_bits(file: Any) -> Any:
+    """An image as RGB; 16 bits a pixel are scaled, where Pillow would cut them off."""
+    if file.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of no known range; save it with 8 or 16 bits a pixel")
+    if not file.mode.startswith("I"):
+        return file.convert("RGB")
+    pixels = np.asarray(file).astype(np.int64)
+    if pixels.min() < 0 or pixels.max() > 65535:
+        raise ValueError(f"its pixels are from {pixels.min()} to {pixels.max()}; save it with 8 or 16 bits a pixel")
+    scaled = ((pixels * 255 + 32767) // 65535).astype(np.uint8)
+    return optional("PIL.Image", "Pillow").fromarray(scaled).convert("RGB")
+
+
 def decode(path: str, size: tuple[int, int]) -> np.ndarray[Any, Any]:
     """uint8 [height, width, 3] of an image file, cropped around its centre and resized."""
     fit = optional("PIL.ImageOps", "Pillow").fit
@@ -113,7 +126,7 @@ def decode(path: str, size: tuple[int, int]) -> np.ndarray[Any, Any]:
 
     def read(file: Any) -> np.ndarray[Any, Any]:
         file.draft(None, (width, height))  # a JPEG much larger than needed is decoded at a half, a quarter or an eighth
-        return np.array(fit(file.convert("RGB"), (width, height), optional("PIL.Image", "Pillow").Resampling.BILINEAR))
+        return np.array(fit(_eight_bits(file), (width, height), optional("PIL.Image", "Pillow").Resampling.BILINEAR))
 
     pixels: np.ndarray[Any, Any] = opened(path, read)
     return pixels

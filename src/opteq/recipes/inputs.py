@@ -28,6 +28,8 @@ def labels(kind: str, dataset: Dataset) -> int:
     """How many classes there are."""
     if not dataset.classes:
         raise ValueError(f"The model {kind} is a classifier; {dataset.name} has real targets: take dense, monotone, gaussian, ...")
+    if len(dataset.classes) < 2:
+        raise ValueError(f"The model {kind} tells classes apart; {dataset.name} has only {', '.join(dataset.classes)!r}.")
     return len(dataset.classes)
 
 

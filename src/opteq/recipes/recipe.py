@@ -20,7 +20,7 @@ from opteq.recipes.fields import RecipeError, check_names, decode, encode
 from opteq.recipes.inputs import standardization, unstandardized
 from opteq.recipes.kinds import Deep, Dense, Gaussian, Monotone, MonotoneConv, Repeat, Residual, ScaledRelu, Wide
 from opteq.recipes.others import Fcn, FeedForward, MdeqSmall, Multiscale, Ode, OpteqMid, OpteqSmall, Segmenter
-from opteq.runs import Run, RunError, formats, write_atomic
+from opteq.runs import Run, RunError, RunWarning, formats, write_atomic
 from opteq.theory import recover_problem
 from opteq.training import Callback, Objective, Result, TrainConfig, World, evaluate, fit, set_mode
 from opteq.training.config import OPERATIONAL
@@ -239,7 +239,10 @@ def load_model(folder: str | Path) -> tuple[nn.Module, Dataset]:
 def _weights(folder: Path) -> dict[str, Tensor]:
     run = Run.read(folder)
     if (folder / "model.safetensors").exists():
-        return run.read_tensors("model.safetensors")
+        try:
+            return run.read_tensors("model.safetensors")
+        except RunError as error:
+            warnings.warn(f"{error}. The last checkpoint is taken instead", RunWarning, stacklevel=2)
     checkpoint = run.latest()
     if checkpoint is None:
         raise RunError(f"{folder} has neither a trained model nor a checkpoint: train it first")

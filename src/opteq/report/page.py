@@ -21,15 +21,17 @@ __all__ = ["write"]
 def write(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Write the report of one or more run folders as a single HTML file, and return where it is.
 
-    `out`: by default report.html in the first folder. The file needs no network and no JavaScript; it suits phones, light and
-    dark screens, and paper. A folder without a run is a RunError; what is missing in a run is left out, and what is damaged noted.
+    `out`: a file, or a folder for report.html; by default the first run's. The file needs no network and no JavaScript; it suits
+    phones, light and dark screens, and paper. A folder without a run is a RunError; what is missing in a run is left out, and
+    what is damaged noted.
     """
     if isinstance(folders, (str, Path)):
         raise TypeError(invalid("report.write", "folders", "a list of run folders", folders))
     if not folders:
         raise ValueError(invalid("report.write", "folders", "at least one run folder", folders))
     paths = [Path(folder) for folder in folders]
-    target = paths[0] / "report.html" if out is None else Path(out)
+    target = paths[0] if out is None else Path(out)
+    target = target / "report.html" if target.is_dir() else target
     page = render(read_all(paths))
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(target, page.encode(errors="replace"))  # JSON may hold half a surrogate pair
