@@ -44,9 +44,9 @@ clean:  ## Remove .venv and everything that was built.
 .venv/.installed: pyproject.toml constraints.txt
 	@echo "installing opteq and its tools into .venv"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 .venv/.docs .venv/.bench: .venv/.%: .venv/.installed
-	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$*]'
+	@$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e '.[$*]'
 	@touch $@
