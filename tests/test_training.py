@@ -16,6 +16,7 @@ from opteq import ConvergenceError, Equilibrium, Stop
 from opteq.cells import ConvOptEq, DeepOptEq, FunctionCell, GaussianDEQ, Monotone, OptEq, ScaledReLU, StackedOptEq
 from opteq.equilibrium import observe
 from opteq.gradients import Implicit, Unrolled
+from opteq.linear import GMRES
 from opteq.models import Classifier, Readout
 from opteq.regularizers import L2
 from opteq.runs import Run, RunError, RunWarning
@@ -672,12 +673,23 @@ def test_two_weights_that_pass_at_once_are_both_told_and_a_weight_at_its_limit_i
 
 
 def test_layers_that_share_a_cell_are_told_apart():
+    torch.manual_seed(0)
     cell = OptEq(4, 4, 5)
     model = nn.Sequential(Equilibrium(cell, Picard(), Stop(rtol=1e-9, max_steps=1), on_failure="ignore"), Equilibrium(cell))
     watch = Watch.of(model)
     with observe(watch), torch.no_grad():
         model(torch.randn(6, 4))
     assert [(name, health.converged) for name, health in watch.layers.items()] == [("0", 0.0), ("1", 6.0)]
+
+
+def test_a_weight_of_zero_is_no_trouble_and_is_watched_when_it_grows():
+    cell = OptEq(3, 4, 4)
+    norms = Norms(nn.Sequential(Equilibrium(cell)))
+    with torch.no_grad():
+        cell.W.zero_()
+        assert [norms.step({}) for _ in range(3)] == [[], [], []]
+        cell.W.copy_(2 * torch.eye(4))
+    assert [trouble.figure for trouble in norms.step({})] == [pytest.approx(2.0)]
 
 
 def test_constrained_and_monotone_layers_are_not_watched():
@@ -730,6 +742,10 @@ def test_layers_that_raise_are_under_the_guard_too():
 
     result = fit(model, good, None, config, callbacks=[Once()], verbose=False)
     assert (result.steps, result.rollbacks) == (6, 1)
+    model = make_model()
+    model[1].on_failure, model[1].gradient = "raise", Implicit(Stop(rtol=1e-15, max_steps=1), GMRES())
+    with pytest.raises(DivergenceError, match="after 2 roll-backs: Equilibrium, backward solve"):
+        fit(model, good, None, config, verbose=False)
 
 
 def test_a_monitor_goes_back_with_a_roll_back():

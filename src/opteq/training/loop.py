@@ -37,7 +37,7 @@ from opteq.training.state import (
     seed_random_state,
     within,
 )
-from opteq.training.watch import Health, Trouble
+from opteq.training.watch import Health, Trouble, raised
 
 
 class DivergenceError(RuntimeError):
@@ -151,13 +151,18 @@ class Training:
         rows, x, y, weight = self.loader(self.step)
         try:
             output, value, terms = self.learner.forward(rows, x, y)
-        except ConvergenceError as error:  # of a layer with on_failure="raise"
-            return self.agreed(Trouble("not_converging", "", math.nan, str(error)))
+        except ConvergenceError as error:
+            return self.agreed(raised(error))
         loss, terms = float(value.detach()), terms * weight
         if trouble := self.agreed(self.learner.after_forward(x, loss)) or self.learner.not_converging():
             return trouble
         share = terms * self.world.size / max(self.world.sum([terms])[0], 1.0)  # DDP averages over the processes
-        norm = self.learner.backward(value, share)
+        try:
+            norm = self.learner.backward(value, share)
+        except ConvergenceError as error:
+            if self.world.size > 1:  # the others wait inside of their backward: only the end of this process ends them
+                raise
+            return raised(error)
         if trouble := self.learner.after_backward(norm):
             return trouble
         self.learner.update(self.scale * step_size(self.config, self.step, self.plan.per_epoch))

@@ -77,11 +77,11 @@ class Norms:
     def _iterate(self, weight: _Weight, shape: tuple[int, ...]) -> float:
         W = weight.operator()
         v = self.vectors.get(weight.name)
-        if v is None or tuple(v.shape[1:]) != shape:
+        if v is None or tuple(v.shape[1:]) != shape or not v.any():  # W = 0 leaves no direction to go on with
             like = next(weight.cell.parameters())
             v = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(like)
         for _ in range(2):  # after a sudden change, the first only turns the vector
-            image = W(v / torch.linalg.vector_norm(v))
+            image = W(v / torch.linalg.vector_norm(v).clamp_min(torch.finfo(v.dtype).tiny))
             v = W.adjoint(image)
         self.vectors[weight.name] = v
         return float(torch.linalg.vector_norm(image))
@@ -109,6 +109,5 @@ def _limit(part: nn.Module) -> float | None:
 
 
 def _passed(weight: _Weight, norm: float) -> Trouble:
-    name = weight.name
     remedy = "(a) make the layer with constrained=True, (b) lower lr, (c) raise weight_decay."
-    return Trouble("norm", name, norm, f"{weight.excess(norm)} in layer '{name}': {remedy}")
+    return Trouble("norm", weight.name, norm, f"{weight.excess(norm)} in layer '{weight.name}': {remedy}")

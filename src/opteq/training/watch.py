@@ -8,7 +8,7 @@ from torch import nn
 
 from opteq.autograd import finite
 from opteq.equilibrium import Cell, Equilibrium
-from opteq.solve import Solution
+from opteq.solve import ConvergenceError, Solution
 from opteq.training.processes import World
 
 
@@ -47,6 +47,11 @@ class Health:
             "backward_steps": self.backward_steps / backward,
         }
         return {name: None if math.isnan(value) else value for name, value in found.items()}
+
+
+def raised(error: ConvergenceError) -> Trouble:
+    """What a layer with on_failure="raise" has to say."""
+    return Trouble("not_converging", "", math.nan, str(error))
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
