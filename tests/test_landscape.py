@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations
 from opteq import Equilibrium, Stop
 from opteq.cells import MonotoneMultiTier, OptEq, ScaledReLU
 from opteq.diagnostics import Landscape, landscape
+from opteq.diagnostics.contours import contour_levels
 from opteq.diagnostics.directions import directions
-from opteq.diagnostics.drawing import contour_levels
 from opteq.models import Readout
 from opteq.solvers import Picard
 

@@ -1,21 +1,19 @@
-"""How landscapes draw themselves, with matplotlib."""
+"""How findings draw themselves, with matplotlib: one style for all."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from opteq.diagnostics.landscape import Landscape
+__all__ = ["COLOURS", "FAILED", "new_figure", "save"]
 
-__all__ = ["draw_landscape", "save"]
-
-Array = npt.NDArray[Any]
-LEVELS, LOG_RATIO = 24, 10.0  # above this ratio of the largest to the least loss the levels are logarithmic
+COLOURS = tuple(
+    ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255", "#44AA99", "#999933"]
+)  # told apart by all eyes
+FAILED = "#D55E00"
 STYLE: Final[dict[Any, Any]] = {
     "font.size": 8,
     "axes.linewidth": 0.6,
@@ -26,21 +24,16 @@ STYLE: Final[dict[Any, Any]] = {
 }
 
 
-def draw_landscape(landscape: "Landscape") -> "Figure":
-    """The contours, or the curve, of a landscape, with hatches where a solve failed. Needs matplotlib."""
+@contextmanager
+def new_figure(size: tuple[float, float]) -> "Iterator[Figure]":
+    """A figure of so many inches in the style of all; what is drawn on it inside has it, too. Needs matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Drawing a landscape needs matplotlib: pip install 'opteq[report]'.") from error
-    axis, loss, failed = landscape.axis.numpy(), landscape.loss.numpy(), ~landscape.converged.numpy()
+        raise ImportError("Drawing needs matplotlib: pip install 'opteq[report]'.") from error
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.4, 3.6) if loss.ndim == 2 else (4.4, 2.8), layout="constrained")
-        axes = figure.subplots()
-        (_contours if loss.ndim == 2 else _curve)(axes, axis, loss, failed)
-        if failed.any():
-            axes.set_title(f"hatched: not converged ({failed.mean():.1%} of the points)", fontsize=8)
-    return figure
+        yield Figure(figsize=size, layout="constrained")
 
 
 def save(figure: "Figure", path: Path) -> Path:
@@ -50,40 +43,3 @@ def save(figure: "Figure", path: Path) -> Path:
     with rc_context(STYLE):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
-
-
-def _contours(axes: "Axes", axis: Array, loss: Array, failed: Array) -> None:
-    shown = np.ma.masked_invalid(loss)
-    axes.set(xlabel="first direction", ylabel="second direction", aspect="equal", xlim=axis[[0, -1]], ylim=axis[[0, -1]])
-    axes.plot(0, 0, marker="+", color="white", markeredgecolor="black", zorder=5)
-    if shown.count():
-        levels = contour_levels(shown.compressed())
-        scale: Any = "log" if _is_log(shown.compressed()) else "linear"
-        filled = axes.contourf(axis, axis, shown.T, levels=levels, norm=scale, cmap="viridis", extend="both")
-        axes.contour(filled, levels=levels[::3], colors="white", linewidths=0.4)
-        axes.figure.colorbar(filled, ax=axes, label="loss", format="%.3g")
-    hatched = np.ma.masked_array(np.ones_like(loss), mask=~failed).T
-    if failed.any():
-        axes.pcolor(axis, axis, hatched, shading="nearest", facecolor="none", edgecolor="#D55E00", linewidth=0, hatch="//////")
-
-
-def _curve(axes: "Axes", axis: Array, loss: Array, failed: Array) -> None:
-    axes.plot(axis, np.where(np.isfinite(loss), loss, np.nan), color="#0072B2", marker=".", markersize=3, linewidth=1.2)
-    axes.set(xlabel="direction", ylabel="loss", xlim=axis[[0, -1]])
-    if np.isfinite(loss).any() and _is_log(loss[np.isfinite(loss)]):
-        axes.set_yscale("log")
-    half = (axis[1] - axis[0]) / 2
-    for place in axis[failed]:
-        axes.axvspan(place - half, place + half, facecolor="none", edgecolor="#D55E00", linewidth=0, hatch="//////")
-
-
-def _is_log(finite: Array) -> bool:
-    return bool(finite.min() > 0 and finite.max() / LOG_RATIO > finite.min())
-
-
-def contour_levels(finite: Array) -> Array:
-    """Increasing levels from the least to the largest value: in equal ratios where the range is wide, else in equal steps."""
-    low, high = float(finite.min()), float(finite.max())
-    if not high > low:
-        high = low + max(abs(low), 1.0) * 1e-3
-    return np.geomspace(low, high, LEVELS) if _is_log(finite) else np.linspace(low, high, LEVELS)

@@ -1,20 +1,20 @@
 """The loss around a model's parameters, and where its equilibria were solved."""
 
-import csv
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from opteq.checks import check_finite, check_instance, check_integer, check_number, invalid
 from opteq.diagnostics.directions import directions
+from opteq.diagnostics.finding import Columns, Finding
 from opteq.equilibrium import ConvergenceWarning, Equilibrium, observe
 from opteq.solve import ConvergenceError, Solution
 
@@ -27,12 +27,13 @@ Loss: TypeAlias = Callable[[nn.Module], Tensor | float]
 
 
 @dataclass(frozen=True, eq=False)
-class Landscape:
+class Landscape(Finding):
     """loss[i, j] = L(theta + axis[i] d_1 + axis[j] d_2), or loss[i] along one direction: float64 tensors on the CPU.
 
     `converged`: whether every equilibrium solved for that loss was reached; elsewhere the loss is of something else.
     """
 
+    name: ClassVar[str] = "landscape"
     axis: Tensor
     loss: Tensor
     converged: Tensor
@@ -41,25 +42,15 @@ class Landscape:
 
     def figure(self) -> "Figure":
         """Contours of the loss, or its curve, with the points hatched where a solve failed."""
-        from opteq.diagnostics.drawing import draw_landscape
+        from opteq.diagnostics.contours import draw_landscape
 
         return draw_landscape(self)
 
-    def draw(self, path: str | Path) -> Path:
-        """The figure as a file: .svg, .pdf or .png, as its name says."""
-        from opteq.diagnostics.drawing import save
-
-        return save(self.figure(), Path(path))
-
-    def csv(self, path: str | Path) -> Path:
-        """One row for each point: the coordinate along each direction, the loss, and whether it converged (1 or 0)."""
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
-            rows.writerow([*("x", "y")[: self.loss.ndim], "loss", "converged"])
-            points = product(self.axis.tolist(), repeat=self.loss.ndim)
-            for point, loss, converged in zip(points, self.loss.flatten().tolist(), self.converged.flatten().tolist(), strict=True):
-                rows.writerow([*point, loss, int(converged)])
-        return Path(path)
+    def columns(self) -> Columns:
+        """One row for each point: the coordinate along each direction, the loss, and whether it converged."""
+        places = np.meshgrid(*[self.axis.numpy()] * self.loss.ndim, indexing="ij")
+        point = dict(zip("xy", (place.ravel() for place in places), strict=False))
+        return {**point, "loss": self.loss.numpy().ravel(), "converged": self.converged.numpy().ravel()}
 
 
 def landscape(model: nn.Module, loss: Loss, *, steps: int = 51, span: float = 1.0, seed: int = 0, dims: int = 2) -> Landscape:

@@ -1,0 +1,55 @@
+"""What every diagnostic gives: its data as columns, and itself as a figure."""
+
+import csv
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Columns", "Finding"]
+
+Columns = dict[str, npt.NDArray[Any]]
+
+
+class Finding(ABC):
+    """The data of a diagnostic, in frozen dataclasses: `pandas.DataFrame(finding.columns())` is its table."""
+
+    name: ClassVar[str]  # of its files
+
+    @abstractmethod
+    def columns(self) -> Columns:
+        """The data as a table: one-dimensional arrays of one length, by name."""
+
+    @abstractmethod
+    def figure(self) -> "Figure":
+        """The figure, a matplotlib one."""
+
+    def draw(self, path: str | Path) -> Path:
+        """The figure as a file: .svg, .pdf or .png, as its name says. The same data give the same file."""
+        from opteq.diagnostics.drawing import save
+
+        return save(self.figure(), Path(path))
+
+    def csv(self, path: str | Path) -> Path:
+        """The columns as a file; numbers with all their digits, true and false as 1 and 0."""
+        columns = self.columns()
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(columns)
+            rows.writerows(zip(*(_plain(column) for column in columns.values()), strict=True))
+        return Path(path)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """`<name>.csv`, `<name>.svg` and `<name>.png` in the folder, which is made: what a report of a run folder shows."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return [self.csv(folder / f"{self.name}.csv"), *(self.draw(folder / f"{self.name}.{kind}") for kind in ("svg", "png"))]
+
+
+def _plain(column: npt.NDArray[Any]) -> list[Any]:
+    return list((column.astype(int) if column.dtype == np.bool_ else column).tolist())
