@@ -10,9 +10,8 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "FAILED", "new_figure", "save"]
 
-COLOURS = tuple(
-    ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255", "#44AA99", "#999933"]
-)  # told apart by all eyes
+# told apart by all eyes
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255", "#44AA99", "#999933")
 FAILED = "#D55E00"
 STYLE: Final[dict[Any, Any]] = {
     "font.size": 8,
