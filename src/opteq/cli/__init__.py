@@ -25,8 +25,10 @@ COMMANDS = {
     "train": Command("train", "Train a model, in a run folder.", "opteq train deep --data.name digits --train.epochs 8"),
     "certify": Command("certify", "Ask whether training is sure to converge.", "opteq certify scaled-relu --init --train 50"),
     "experiment": Command("experiment", "Repeat an experiment of the papers.", "opteq experiment opteq_theorems --preset smoke"),
-    "landscape": Command("folders", "Draw the loss around the weights of a run.", "opteq landscape runs/digits-deep-1 --steps 21"),
-    "report": Command("folders", "Write run folders as one HTML page.", "opteq report runs/digits-deep-1 runs/digits-deep-2"),
+    "landscape": Command(
+        "landscape", "Draw the loss around the weights of a run.", "opteq landscape runs/digits-deep-1 --steps 21"
+    ),
+    "report": Command("report", "Write run folders as one HTML page.", "opteq report runs/digits-deep-1 runs/digits-deep-2"),
     "bench": Command("bench", "Measure the library on this machine.", "opteq bench --rounds 3"),
     "data": Command("data", "List the data sets, or look at one.", "opteq data show digits"),
     "info": Command("info", "Versions and devices, for a bug report.", "opteq info"),
