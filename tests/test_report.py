@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opteq.diagnostics.panels import METRICS, SOLVER
 from opteq.report import write
 from opteq.report.curves import Curve, curve, thinned
 from opteq.report.figures import drawings
-from opteq.diagnostics.panels import METRICS, SOLVER
 from opteq.report.reading import flattened, number, read_all
 from opteq.report.svg import COLOURS, GRID, INK, for_page
 from opteq.report.tables import conditions, events, facts, parameters, results

@@ -4,8 +4,8 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from opteq.report.curves import Curve, curve
 from opteq.diagnostics.panels import Panel, Series
+from opteq.report.curves import Curve, curve
 from opteq.report.reading import Row, RunData, number
 from opteq.report.svg import COLOURS, GRID, INK, for_page
 from opteq.report.words import figure_text

@@ -8,8 +8,8 @@ from types import ModuleType
 
 from opteq import __version__
 from opteq.checks import invalid
-from opteq.report.figures import drawings
 from opteq.diagnostics.panels import METRICS, SOLVER
+from opteq.report.figures import drawings
 from opteq.report.reading import RunData, entries, read_all
 from opteq.report.tables import Table, conditions, events, facts, parameters, results
 from opteq.report.words import certificate_words, figure_text, remedies, training_words, verdict
