@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from data_files import random_bytes, write_camvid, write_class_folders, write_image
-from opteq import Equilibrium, recipes
-from opteq.cells import DeepOptEq, ScaledReLU, WideOptEq
+from opteq import Equilibrium, cells, recipes
+from opteq.cells import DeepOptEq, GaussianDEQ, ScaledReLU, WideOptEq
 from opteq.data import Images
 from opteq.gradients import Implicit, JacobianFree, Phantom, Unrolled
 from opteq.models import Readout
@@ -427,6 +427,34 @@ def test_a_run_notes_its_settings_its_parameters_and_its_problem(trained):
     text = (folder / "problem.txt").read_text()
     assert text.startswith("minimise")
     assert "||W||^2 <= mu" in text
+    stated = Run.read(folder).read_json("problem.json")
+    assert (stated["kind"], stated["convex"]) == ("minimisation", True)
+    assert text == "\n".join([stated["text"], *(condition["text"] for condition in stated["requirements"])]) + "\n"
+    assert all(condition["holds"] == (condition["lhs"] <= condition["rhs"]) for condition in stated["requirements"])
+    assert stated["latex"].startswith(r"\min_z")
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "words"),
+    [
+        (nn.Sequential(nn.Linear(3, 4)), None, ""),
+        (Readout(ScaledReLU(3, 4)), "equation", "relu(gamma z A + relu(x W))"),
+        (Readout(GaussianDEQ(3, 4)), "equation", "relu(W z + U x)"),
+        (Readout(cells.Monotone(3, 4)), "inclusion", "0 in (I - W) z"),
+        (Equilibrium(cells.MonotoneConv(1, 2, size=(4, 4))), "inclusion", "0 in (I - W) z"),
+        (Equilibrium(cells.Residual(4, 4, groups=2)), "equation", "norm(relu(z + norm("),
+        (Equilibrium(cells.OptEq(3, 4, 4)), "minimisation", "minimise over z"),
+        (Equilibrium(cells.FunctionCell(lambda z, x: z / 2 + x, (3,))), None, ""),
+    ],
+)
+def test_what_a_network_solves_is_stated_where_it_is_known(model, kind, words, tmp_path):
+    found = recipes.statement(model)
+    recipes.write_statement(model, tmp_path)
+    assert (found is None) == (kind is None) == (not list(tmp_path.iterdir()))
+    if found is not None:
+        assert found.kind == kind
+        assert words in found.text
+        assert found.latex
 
 
 def test_a_trained_model_is_loaded_as_it_was_judged(trained):

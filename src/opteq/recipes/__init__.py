@@ -5,8 +5,9 @@ from opteq.recipes.data import Data
 from opteq.recipes.fields import RecipeError
 from opteq.recipes.kinds import Deep, Dense, Gaussian, Monotone, MonotoneConv, Repeat, Residual, ScaledRelu, Wide
 from opteq.recipes.others import Fcn, FeedForward, MdeqSmall, Multiscale, Ode, OpteqMid, OpteqSmall, Segmenter
-from opteq.recipes.recipe import KINDS, Model, Recipe, build, load_model, probe, problem, run
+from opteq.recipes.recipe import KINDS, Model, Recipe, build, load_model, probe, run, write_statement
 from opteq.recipes.solving import Solve
+from opteq.recipes.stating import Statement, statement
 
 __all__ = [
     "KINDS",
@@ -31,13 +32,15 @@ __all__ = [
     "ScaledRelu",
     "Segmenter",
     "Solve",
+    "Statement",
     "Wide",
     "build",
     "certificate_json",
     "load_model",
     "probe",
-    "problem",
     "run",
+    "statement",
     "train_certified",
     "trained_json",
+    "write_statement",
 ]

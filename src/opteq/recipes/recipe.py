@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.data import Dataset
-from opteq.equilibrium import Cell, ConvergenceWarning
+from opteq.equilibrium import ConvergenceWarning
 from opteq.models import Classifier, Standardize
 from opteq.models import Segmenter as SegmenterNetwork
 from opteq.recipes.data import Data
@@ -20,12 +20,12 @@ from opteq.recipes.fields import RecipeError, check_names, decode, encode
 from opteq.recipes.inputs import standardization, unstandardized
 from opteq.recipes.kinds import Deep, Dense, Gaussian, Monotone, MonotoneConv, Repeat, Residual, ScaledRelu, Wide
 from opteq.recipes.others import Fcn, FeedForward, MdeqSmall, Multiscale, Ode, OpteqMid, OpteqSmall, Segmenter
+from opteq.recipes.stating import statement
 from opteq.runs import Run, RunError, RunWarning, formats, write_atomic
-from opteq.theory import recover_problem
 from opteq.training import Callback, Objective, Result, TrainConfig, World, evaluate, fit, set_mode
 from opteq.training.config import OPERATIONAL
 
-__all__ = ["KINDS", "Model", "Recipe", "build", "load_model", "probe", "run"]
+__all__ = ["KINDS", "Model", "Recipe", "build", "load_model", "probe", "run", "write_statement"]
 
 Model: TypeAlias = (
     Deep
@@ -211,19 +211,14 @@ def _describe(model: nn.Module, dataset: Dataset, folder: Path) -> None:
         scores = evaluate(model, *dataset.test, objective=Objective(ignore=dataset.ignore))
         with Run.open(folder) as run:
             run.write("result.json", run.read_json("result.json") | {f"test_{name}": value for name, value in scores.items()})
-    if (text := problem(model)) is not None:
-        write_atomic(folder / "problem.txt", text + "\n")
+    write_statement(model, folder)
 
 
-def problem(model: nn.Module) -> str | None:
-    """The problem that the equilibrium of a model solves, as a text; None where there is none that we know."""
-    cell = getattr(getattr(model, "equilibrium", model), "cell", None)
-    if not isinstance(cell, Cell):
-        return None
-    try:
-        return str(recover_problem(cell))
-    except TypeError:
-        return None
+def write_statement(model: nn.Module, folder: str | Path) -> None:
+    """Write what the equilibrium solves into a run folder, for readers as problem.txt and for the report as problem.json."""
+    if (found := statement(model)) is not None:
+        write_atomic(Path(folder) / "problem.txt", f"{found}\n")
+        write_atomic(Path(folder) / "problem.json", formats.pretty(found.to_json(), "problem.json"))
 
 
 def load_model(folder: str | Path) -> tuple[nn.Module, Dataset]:
