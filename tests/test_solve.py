@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 
 from conformance import check_honest, residual, uneven_cos, uneven_tanh
-from opteq import ConvergenceError, Map, Solution, Solver, Status, Stop, per_sample, solve
-from opteq.solve import CallableMap, Trace, norm
-from opteq.solvers import Anderson, Broyden, Newton, Picard
+from opteq import ConvergenceError, Equilibrium, Map, Solution, Solver, Status, Stop, per_sample, record, solve
+from opteq.cells import Monotone, OptEq
+from opteq.checks import is_transformed
+from opteq.gradients import Unrolled
+from opteq.linear import CG, GMRES, DualCG, LinearizedMap, Neumann
+from opteq.regularizers import L2
+from opteq.solve import CallableMap, State, Trace, ValueState, norm
+from opteq.solvers import SAM, Accelerated, Anderson, Broyden, ForwardBackward, Newton, PeacemanRachford, Picard
 
 f64 = torch.float64
 ACCELERATED = [Anderson(), Anderson(memory=1), Broyden(), Newton()]
@@ -158,6 +163,236 @@ def test_the_trace_is_what_plain_iteration_sees() -> None:
 
 def test_no_trace_unless_asked() -> None:
     assert solve(torch.cos, zeros(1, 3), Picard()).trace is None
+
+
+# Recorded iterates
+
+
+def dense_opteq(batch: int = 12) -> Map:
+    """A map that Newton and Accelerated solve in its dual, where residuals are estimated; |W| = 0.97."""
+    torch.manual_seed(0)
+    cell = OptEq(5, 20, 8).double()
+    cell.W.data *= 0.97 / torch.linalg.matrix_norm(cell.W.data, 2)
+    return cell.bind(torch.randn(batch, 5, dtype=f64)).detach()
+
+
+def monotone(batch: int = 12) -> Map:
+    torch.manual_seed(0)
+    return Monotone(5, 8).double().bind(torch.randn(batch, 5, dtype=f64)).detach()
+
+
+def adjoint(fn: Map) -> Map:
+    """v = J'v + 1 at a point of the map."""
+    z = torch.linspace(-1, 1, 12 * 20, dtype=f64).view(12, 20)
+    return LinearizedMap(fn, True, z, torch.ones_like(z))
+
+
+TRACED: dict[str, tuple[Map, Solver, int]] = {
+    **{str(solver): (uneven_tanh(batch=12, n=6), solver, 6) for solver in (Picard(), Picard(0.5), *ACCELERATED, Accelerated())},
+    **{f"dual {solver}": (dense_opteq(), solver, 20) for solver in (Newton(), Accelerated())},
+    **{f"monotone {solver}": (monotone(), solver, 8) for solver in (ForwardBackward(), PeacemanRachford(), Anderson())},
+    **{f"adjoint {solver}": (adjoint(dense_opteq()), solver, 20) for solver in (CG(), DualCG(), GMRES(restart=4), Neumann())},
+    "SAM": (uneven_tanh(batch=12, n=6), SAM(L2()), 6),
+}
+every_trace = pytest.mark.parametrize("name", list(TRACED))
+
+
+@every_trace
+@pytest.mark.parametrize("max_steps", [3, 60])
+def test_the_path_of_a_sample_begins_at_z0_and_ends_where_it_was_done(name: str, max_steps: int) -> None:
+    fn, solver, n = TRACED[name]
+    z0 = 0.1 * torch.randn(12, n, generator=torch.Generator().manual_seed(1), dtype=f64)
+    found = solve(fn, z0, solver, Stop(rtol=1e-6, max_steps=max_steps), iterates=True)
+    trace = found.trace
+    assert trace is not None
+    for i in range(12):
+        path, seen = trace.path(i), trace.of(i)
+        assert path.shape == (int(found.steps[i]) + 1, n)
+        assert torch.equal(path[0], z0[i])
+        assert (path == found.z[i]).all(dim=1).any()  # the best iterate is on the path
+        if found.converged[i]:
+            assert torch.equal(path[-1], found.z[i])
+            assert seen[-1] == found.residual[i]
+        single = fn.select(torch.tensor([i]))
+        assert seen.tolist() == pytest.approx([residual(single, z[None])[0] for z in path], rel=1e-6, abs=1e-13)
+    assert len(trace.evals) == int(found.steps.max()) + 1
+    assert list(trace.evals) == sorted(trace.evals)
+    assert trace.evals[-1] <= found.evals
+    if max_steps == 60 and not solver.selective and "ForwardBackward" not in name:
+        assert found.converged.any()
+
+
+@every_trace
+def test_recording_changes_nothing_of_the_solution(name: str) -> None:
+    fn, solver, n = TRACED[name]
+    z0, stop = zeros(12, n), Stop(rtol=1e-6, max_steps=40)
+    alone = solve(fn, z0, solver, stop)
+    for found in (solve(fn, z0, solver, stop, record=True), solve(fn, z0, solver, stop, iterates=True)):
+        assert torch.equal(found.z, alone.z)
+        assert torch.equal(found.steps, alone.steps)
+        assert torch.equal(found.codes, alone.codes)
+        assert torch.equal(found.residual, alone.residual)
+        assert found.evals == alone.evals
+
+
+@pytest.mark.parametrize("damping", [1.0, 0.3])
+def test_the_path_of_plain_iteration_is_plain_iteration(damping: float) -> None:
+    fn = uneven_tanh(batch=6)
+    found = solve(fn, torch.zeros_like(fn.u), Picard(damping), Stop(rtol=1e-4), iterates=True)
+    assert found.trace is not None
+    for i in range(6):
+        single, z = fn.select(torch.tensor([i])), zeros(1, 10)
+        for step in found.trace.path(i):
+            assert torch.allclose(step, z[0], rtol=1e-12, atol=1e-14)
+            z = (1 - damping) * z + damping * single(z)
+
+
+def test_paths_are_copies() -> None:
+    z0 = zeros(2, 3)
+    trace = solve(torch.cos, z0, Picard(), iterates=True).trace
+    assert trace is not None
+    z0 += 1
+    assert trace.path(0)[0].tolist() == [0, 0, 0]
+
+
+def test_paths_are_copies_where_f_answers_in_memory_of_its_own() -> None:
+    buffer = zeros(2, 3)
+
+    def f(z: Tensor) -> Tensor:
+        return torch.cos(z, out=buffer)
+
+    found = solve(f, zeros(2, 3), Picard(), Stop(rtol=1e-3), iterates=True)
+    assert found.trace is not None
+    path, z = found.trace.path(1), zeros(3)
+    assert len(path) > 3
+    for step in path:
+        assert torch.allclose(step, z)
+        z = torch.cos(torch.cos(z))  # f overwrites z with its image, from where plain iteration goes on
+
+
+def test_a_sample_that_meets_nan_has_a_path_that_ends_there() -> None:
+    z0 = torch.tensor([[4.0], [2.0], [math.nan]], dtype=f64)
+    found = solve(lambda z: torch.sqrt(z - 1), z0, Picard(), Stop(rtol=1e-9), iterates=True)
+    assert found.trace is not None
+    assert set(found.statuses) == {Status.NONFINITE}
+    assert found.trace.path(0).squeeze()[:2].tolist() == [4.0, 3**0.5]
+    assert found.trace.path(2).isnan().tolist() == [[True]]
+    assert found.trace.of(2).isnan().tolist() == [True]
+
+
+def test_no_iterates_unless_asked() -> None:
+    trace = solve(torch.cos, zeros(1, 3), Picard(), record=True).trace
+    assert trace is not None
+    assert trace.z is None
+    with pytest.raises(ValueError, match=r"record\(iterates=True\)"):
+        trace.path(0)
+
+
+def layer(gradient: Unrolled | None = None, solver: Solver | None = None) -> tuple[Equilibrium, Tensor]:
+    torch.manual_seed(0)
+    return Equilibrium(OptEq(3, 6, 5).double(), solver, gradient=gradient), torch.randn(4, 3, dtype=f64)
+
+
+def test_record_collects_iterates_of_forward_and_backward_solves() -> None:
+    model, x = layer()
+    with record(iterates=True) as log:
+        z = model(x)
+        z.sum().backward()
+    forward, backward = (solution.trace for solution in log)
+    assert forward is not None
+    assert backward is not None
+    for i in range(4):
+        assert torch.equal(forward.path(i)[-1], z[i])
+        assert torch.equal(backward.path(i)[-1], log[1].z[i])
+        assert not forward.path(i).requires_grad
+
+
+def test_a_record_without_iterates_is_not_given_them() -> None:
+    model, x = layer()
+    with record() as log:
+        model(x)
+    assert log[0].trace is not None
+    assert log[0].trace.z is None
+
+
+@dataclass(frozen=True)
+class _Guess(ValueState):
+    """Plain iteration that calls f(z) an estimate."""
+
+    exact = False
+
+    def value(self) -> Tensor:
+        return State.value(self)
+
+
+@dataclass(frozen=True)
+class Guessing(Solver):
+    differentiable = True
+
+    def init(self, fn: Map, z0: Tensor) -> State:
+        return _Guess(z0, 1, fn(z0))
+
+    def step(self, fn: Map, state: State) -> State:
+        assert isinstance(state, _Guess)
+        return _Guess(state.fz, state.evals + 1, fn(state.fz))
+
+
+@pytest.mark.parametrize("solver", [None, Guessing()], ids=["exact", "estimated"])
+def test_an_unrolled_network_records_the_states_of_its_layers(solver: Solver | None) -> None:
+    model, x = layer(Unrolled(5), solver)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), model.cell.W)
+    with record(iterates=True) as log:
+        z = model(x)
+        (found,) = torch.autograd.grad(z.square().sum(), model.cell.W)
+    assert torch.equal(found, expected)
+    trace = log[0].trace
+    assert trace is not None
+    fn, state = model.cell.bind(x).detach(), zeros(4, 6)
+    assert trace.evals == (1, 2, 3, 4, 5, 6)
+    for step in range(6):
+        assert trace.rows[step].tolist() == [0, 1, 2, 3]
+        assert torch.allclose(torch.stack([trace.path(i)[step] for i in range(4)]), state, rtol=1e-12, atol=1e-15)
+        assert trace.residual[step].tolist() == pytest.approx(residual(fn, state).tolist())
+        state = fn(state)
+    assert not any(each.requires_grad for each in trace.z or ())
+    assert torch.equal(trace.path(2)[-1], z[2])
+
+
+def test_an_unrolled_network_records_no_more_than_asked() -> None:
+    model, x = layer(Unrolled(3))
+    assert model.solve(x).trace is None
+    with record() as log:
+        model(x)
+    assert log[0].trace is not None
+    assert log[0].trace.z is None
+    assert len(log[0].trace.of(0)) == 4
+
+
+def test_unsound_samples_of_an_unrolled_network_have_no_path() -> None:
+    model, x = layer(Unrolled(3))
+    model.on_failure = "ignore"
+    x[1, 0] = math.nan
+    with record(iterates=True) as log:
+        model(x)
+    assert log[0].trace is not None
+    assert len(log[0].trace.path(0)) == 4
+    assert len(log[0].trace.path(1)) == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own, in forward mode
+def test_unrolled_iterates_are_plain_tensors_inside_transforms_and_none_inside_vmap() -> None:
+    model, x = layer(Unrolled(3))
+    with record(iterates=True) as log:
+        z = model(x).detach()
+        torch.func.grad(lambda x: model(x).sum())(x)
+        torch.func.jvp(model, (x,), (x,))
+        torch.func.vmap(lambda row: model(row[None]))(x)
+    for solution in log[1:3]:
+        assert solution.trace is not None
+        assert solution.trace.z is not None
+        assert torch.allclose(solution.trace.path(3)[-1], z[3])
+        assert not any(is_transformed(tensor) for tensor in (*solution.trace.rows, *solution.trace.residual, *solution.trace.z))
+    assert log[3].trace is None
 
 
 def test_the_arguments_are_left_alone() -> None:

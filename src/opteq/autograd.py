@@ -43,18 +43,29 @@ class Log(list[Solution]):
     """The solutions collected by `record()`, in the order in which they were solved; backward solves come in turn."""
 
     open: bool = True
+    iterates: bool = False
 
 
 @contextmanager
-def record() -> Iterator[Log]:
-    """`with record() as log:` collects every Solution, with its trace, that is solved inside: backward ones too."""
+def record(*, iterates: bool = False) -> Iterator[Log]:
+    """`with record() as log:` collects every Solution, with its trace, that is solved inside: backward ones too.
+
+    `iterates=True`: the traces hold the iterates as well: in all, samples x steps x state numbers for each solve.
+    """
     log = Log()
+    log.iterates = iterates
     token = _logs.set((*_logs.get(), log))
     try:
         yield log
     finally:
         _logs.reset(token)
         log.open = False
+
+
+def new_trace() -> Trace | None:
+    """An empty trace, if someone records here."""
+    wanted = [log.iterates for log in _logs.get()]
+    return Trace(z=() if any(wanted) else None) if wanted else None
 
 
 def call(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -190,7 +201,8 @@ class _Spy(TorchFunctionMode):
 
 def _run(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
     """Solve on plain tensors, tell the log and the policy."""
-    solution = solve(fn, z0, problem.solver, problem.stop, record=any(log.open for log in problem.logs))
+    wanted = [log.iterates for log in problem.logs if log.open]
+    solution = solve(fn, z0, problem.solver, problem.stop, record=bool(wanted), iterates=any(wanted))
     found.evals += solution.evals
     found.trace = solution.trace
     found.nonfinite |= bool((~finite(solution.codes)).any())

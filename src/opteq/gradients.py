@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq.autograd import Problem, Report, call, equilibrium, finite, quarantined, underlying
-from opteq.batch import per_sample_like, sound_samples
+from opteq.autograd import Problem, Report, call, equilibrium, finite, new_trace, quarantined, underlying
+from opteq.batch import norm, per_sample_like, sound_samples
 from opteq.checks import all_finite, check_instance, check_integer, check_number
 from opteq.convex import ConvexMap
 from opteq.linear import linear_solver
-from opteq.solve import ConvergenceError, Map, Solution, Solver, State, Stop, ValueState, first_value
+from opteq.solve import ConvergenceError, Map, Solution, Solver, State, Stop, Trace, ValueState, first_value, relative
 from opteq.solvers import Anderson, Newton, PeacemanRachford, Picard
 from opteq.solvers.splitting import SplitLinear
 from opteq.splitting import SplitMap
@@ -132,11 +132,14 @@ class Unrolled(Gradient):
         self.check(solver)
         solver = Picard() if solver is None else solver
         z0, sound = _without_nan(z0)
+        trace = new_trace()
         with torch.autocast(z0.device.type, enabled=False):
             ready = solver.prepare(fn)
             state = solver.init(ready, z0)
+            trace = _traced(trace, ready, state, sound)
             for _ in range(self.steps):
                 state = solver.step(ready, state)
+                trace = _traced(trace, ready, state, sound)
         z, judged_at = state.z, state.z
         if sound is not None:
             z = torch.where(sound, z, z.detach())
@@ -147,7 +150,7 @@ class Unrolled(Gradient):
 
         def unrolled(judged: Solution) -> Solution:
             steps = torch.full_like(judged.steps, self.steps)
-            return replace(judged, steps=steps, evals=state.evals + judged.evals, trace=None)
+            return replace(judged, steps=steps, evals=state.evals + judged.evals, trace=trace)
 
         judged = _value(fn, judged_at, _Hold(), replace(stop, max_steps=1), told, unrolled)[0]
         return replace(unrolled(judged), z=z)
@@ -213,6 +216,21 @@ def _without_nan(z0: Tensor) -> tuple[Tensor, Tensor | None]:
         return z0, None
     sound = per_sample_like(sound_samples(z0), z0)
     return torch.where(sound, z0, torch.zeros_like(z0)), sound
+
+
+def _traced(trace: Trace | None, fn: Map, state: State, sound: Tensor | None) -> Trace | None:
+    """The trace, if there is one, with the state's iterate and its residual as constants; unsound samples are in no step."""
+    if trace is None:
+        return None
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+        at = state.candidate(fn)
+        z, value = underlying(at), underlying(state.value() if state.exact else fn(at))
+        if value.shape != at.shape:  # torch.func.vmap maps over it: samples are not told apart
+            return None
+        residual, rows = relative(norm(value - z), norm(value)), torch.arange(z.shape[0], device=z.device)
+        if sound is not None:
+            rows = underlying(sound).flatten().nonzero()[:, 0]
+        return trace.then(underlying(rows), underlying(residual[rows]), state.evals, underlying(z[rows]))
 
 
 class _Carried(torch.autograd.Function):

@@ -240,14 +240,30 @@ class Solver(ABC):
 
 @dataclass(frozen=True)
 class Trace:
-    """The residuals that the loop saw: at each step, which samples were still being solved and how far each one was."""
+    """At each step: which samples were still being solved, how far each one was, what that had cost and, if asked for, where.
 
-    rows: tuple[Tensor, ...]
-    residual: tuple[Tensor, ...]
+    `residual` is true for every solver: where a solver only estimates, f was evaluated once more, unknown to it and not counted.
+    """
+
+    rows: tuple[Tensor, ...] = ()
+    residual: tuple[Tensor, ...] = ()
+    evals: tuple[int, ...] = ()
+    z: tuple[Tensor, ...] | None = None  # the iterates, in the order of the rows
 
     def of(self, sample: int) -> Tensor:
-        """The residuals of one sample, one for each step at which it was evaluated."""
+        """The residuals of one sample, one for each step until it was done."""
         return torch.cat([r[i == sample] for i, r in zip(self.rows, self.residual, strict=True)])
+
+    def path(self, sample: int) -> Tensor:
+        """The iterates of one sample from z0 on, [steps + 1, ...], where they were recorded."""
+        if self.z is None:
+            raise ValueError("The trace holds no iterates: ask for them with record(iterates=True).")
+        return torch.cat([z[i == sample] for i, z in zip(self.rows, self.z, strict=True)])
+
+    def then(self, rows: Tensor, residual: Tensor, evals: int, z: Tensor) -> "Trace":
+        """The trace with one more step."""
+        places = None if self.z is None else (*self.z, z)
+        return Trace((*self.rows, rows), (*self.residual, residual), (*self.evals, evals), places)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -311,6 +327,11 @@ class Solution:
         return self
 
 
+def relative(size: Tensor, scale: Tensor) -> Tensor:
+    """size / scale, and 0 / 0 = 0."""
+    return torch.where(size == 0, torch.zeros_like(size), size / scale)
+
+
 def first_value(fn: Map, z0: Tensor) -> Tensor:
     """f(z0), checked: f must keep the shape, dtype and device of its state, and leave the state itself alone."""
     before = z0.clone()
@@ -333,12 +354,18 @@ def check_tensor(value: object) -> None:
 
 
 def solve(
-    fn: Map | Callable[[Tensor], Tensor], z0: Tensor, solver: Solver, stop: Stop | None = None, *, record: bool = False
+    fn: Map | Callable[[Tensor], Tensor],
+    z0: Tensor,
+    solver: Solver,
+    stop: Stop | None = None,
+    *,
+    record: bool = False,
+    iterates: bool = False,
 ) -> Solution:
     """Find z = f(z) for every sample of the batch, starting at z0, without touching autograd.
 
     Converged samples are frozen, and dropped from the work when a quarter are done; samples that meet NaN or infinity are
-    set aside. `record=True` keeps the residual of every step in `Solution.trace`.
+    set aside. `record=True` keeps the residual of every step in `Solution.trace`; `iterates=True` keeps every z as well.
     """
     stop = Stop() if stop is None else stop
     check_instance("solve", "solver", solver, Solver, "a Solver, such as Anderson()")
@@ -350,13 +377,14 @@ def solve(
         raise TypeError(invalid("solve", "fn", "a Map or a callable", fn))
     map_ = fn if isinstance(fn, Map) else CallableMap(fn)
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), torch.autocast(z0.device.type, enabled=False):
-        return _Loop(map_.detach(), z0.detach(), solver, stop, record).run()
+        trace = Trace(z=() if iterates else None) if record or iterates else None
+        return _Loop(map_.detach(), z0.detach(), solver, stop, trace).run()
 
 
 class _Loop:
     """The loop. Arrays named in the singular hold one entry for each row still worked on; `rows` tells which samples those are."""
 
-    def __init__(self, fn: Map, z0: Tensor, solver: Solver, stop: Stop, record: bool) -> None:
+    def __init__(self, fn: Map, z0: Tensor, solver: Solver, stop: Stop, trace: Trace | None) -> None:
         samples, self.eps = z0.shape[0], torch.finfo(z0.dtype).eps
         device = z0.device
         fn = solver.prepare(fn) if samples else fn
@@ -374,7 +402,7 @@ class _Loop:
         self.live = torch.ones(samples, dtype=torch.bool, device=device)
         self.peak = torch.zeros_like(self.start)  # the largest |f(z) - z| seen
         self.evals = 0  # evaluations made here, beside the solver's own
-        self.trace: tuple[list[Tensor], list[Tensor]] | None = ([], []) if record else None
+        self.trace = trace
         self.far = max(
             1.0, 1 / max(stop.rtol, self.eps)
         )  # growth of |z| that, with a residual that has not fallen, means divergence
@@ -400,7 +428,7 @@ class _Loop:
             value = self.whole(self.best)
             self.evals += 1
             size, scale = norm(value - self.best), norm(value)
-            self.residual = torch.where(unknown, torch.where(size > 0, size / scale, 0), self.residual)
+            self.residual = torch.where(unknown, relative(size, scale), self.residual)
 
     def judge(self, state: State, step: int) -> State:
         """Decide, for each live sample, whether its iterate is the solution, hopeless, or to be improved."""
@@ -428,12 +456,13 @@ class _Loop:
             good &= ~runaway
         if (self.solver.selective and not last) or (self.fn.coupled and not good[self.live].all()):
             good = torch.zeros_like(good)
-        residual = torch.where(size > 0, size / scale, torch.zeros_like(size))
+        residual = relative(size, scale)
         better = self.live & known & finite & ~runaway & (~(residual >= self.residual[self.rows]) | self.solver.selective)
         if self.fn.coupled:  # iterates of different steps do not go together
-            better &= ~(residual.max() >= self.residual.max())
+            better &= ~(residual.nan_to_num(0.0, math.inf).max() >= self.residual.max())
         self.keep(good | (better & ~(risen & (growth > self.far))), z, residual)
-        self.record(self.live & known, residual)
+        if self.trace is not None:
+            self.trace = self.traced(self.trace, state, known, residual)
         self.steps[self.rows[self.live]] = step
         lost = runaway | risen & (growth > (self.far if last else self.too_far))
         self.finish(good, 0)
@@ -488,10 +517,13 @@ class _Loop:
             self.best[self.rows[mask]] = z[mask]
         self.residual[self.rows[mask]] = residual[mask]
 
-    def record(self, mask: Tensor, residual: Tensor) -> None:
-        if self.trace is not None:
-            self.trace[0].append(self.rows[mask])
-            self.trace[1].append(residual[mask])
+    def traced(self, trace: Trace, state: State, known: Tensor, residual: Tensor) -> Trace:
+        """The trace with the live rows of this step. What the solver only estimates is measured, but told to nobody else."""
+        z = state.candidate(self.fn)
+        if not known[self.live].all():
+            value = self.fn(z)
+            residual = torch.where(known, residual, relative(norm(value - z), norm(value)))
+        return trace.then(self.rows[self.live], residual[self.live], state.evals + self.evals, z[self.live])
 
     def finish(self, mask: Tensor, code: int) -> None:
         """Give the live rows under the mask their status, and freeze them."""
@@ -511,6 +543,5 @@ class _Loop:
         return state
 
     def solution(self, evals: int) -> Solution:
-        trace = Trace(tuple(self.trace[0]), tuple(self.trace[1])) if self.trace is not None else None
         z = self.best if self.best_owned else self.best.clone()  # never the caller's z0
-        return Solution(z, self.codes, self.residual, self.steps, self.evals + evals, self.stop, trace)
+        return Solution(z, self.codes, self.residual, self.steps, self.evals + evals, self.stop, self.trace)
