@@ -9,7 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 from opteq import report
-from opteq.recipes import Data, Deep, Recipe, ScaledRelu, build, certificate_json, run, train_certified, trained_json
+from opteq.recipes import (
+    Data,
+    Deep,
+    Recipe,
+    ScaledRelu,
+    build,
+    certificate_json,
+    log_monitor,
+    run,
+    train_certified,
+    trained_json,
+    write_statement,
+)
 from opteq.runs import Run
 from opteq.theory.certificates import certified_init, certify
 from opteq.training import TrainConfig
@@ -33,12 +45,14 @@ def train_certified_network(folder: Path, quick: bool) -> None:
     model = certified_init(build(Recipe(data, ScaledRelu(width=64)), dataset), X, y)
     certificate = certify(model, X, y, sharp=True)
     print(certificate.explain().partition("\n\n")[0])
-    monitor, violation = train_certified(model, X, y, certificate, steps=5 if quick else 100)
+    monitor, violation = train_certified(model, X, y, certificate, steps=5 if quick else 100, kernel=True)
     trained = trained_json(monitor, violation)
     print("{steps} steps under the certificate: the loss went from {loss_first:.4g} to {loss_last:.4g}; ".format(**trained), end="")
     print("at most {bound_last:.4g} was promised, and".format(**trained), violation or "everything promised was kept.", end="\n\n")
     with Run.create(folder, {"data": asdict(data), "model": {"kind": "scaled-relu", "width": 64}}) as files:
         files.write("certificate.json", certificate_json(certificate, trained))
+        log_monitor(files, monitor)
+    write_statement(model, folder)
 
 
 def main() -> None:

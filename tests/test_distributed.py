@@ -138,6 +138,7 @@ def test_fit_on_two_processes_is_fit_on_one(tmp_path: Path):
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-9)
     for one, two in zip(without_times(tmp_path / "one"), without_times(tmp_path / "two"), strict=True):
         assert one.pop("kind") == two.pop("kind")
+        assert two.pop("norms", {}) == pytest.approx(one.pop("norms", {}), rel=1e-6)
         assert two == pytest.approx(one, rel=1e-6)
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from opteq.cells import GaussianDEQ, Monotone, OptEq, ScaledReLU
+from opteq.cells import DeepOptEq, FunctionCell, GaussianDEQ, Monotone, OptEq, ScaledReLU
 from opteq.models import Readout
+from opteq.solve import Stop
+from opteq.solvers import Picard
 from opteq.theory.certificates import certified_init, certify
 from opteq.theory.certificates.monitor import Monitor
 from opteq.theory.certificates.run import check, descend
@@ -218,3 +220,101 @@ def test_bad_arguments_are_named() -> None:
             Monitor(readout, X, y, **arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'y'"):
         Monitor(readout, X, y[:1])
+
+
+# ---------------------------------------------------------------- what changes since the start
+
+
+def preactivation(readout: Readout, X: Tensor) -> Tensor:
+    """What sigma is applied to at the equilibrium, [N, units], from the formula of each cell."""
+    cell, z = readout.cell, readout.solve(X).z.detach()
+    if isinstance(cell, ScaledReLU):
+        return cell.gamma * z @ cell.A.detach() + (X @ cell.W.detach()).relu()
+    W = cell.matrix() if isinstance(cell, Monotone) else cell.W
+    b = 0.0 if isinstance(cell, GaussianDEQ) else cell.b
+    return (z @ W.T + X @ cell.U.T + b).detach()
+
+
+@pytest.mark.parametrize("kind", list(CELLS))
+def test_drift_and_change_of_patterns_are_those_since_the_start(kind: str) -> None:
+    readout, X, y = network(kind)
+    start, other = copy.deepcopy(readout.state_dict()), network(kind, seed=1)[0].state_dict()
+    monitor = Monitor(readout, X, y)
+    J = jacobian(readout, X)
+    K0, active = J @ J.T, preactivation(readout, X) > 0
+    if kind != "opteq":
+        assert torch.equal(readout.solve(X).z > 1e-9, active)  # for a ReLU
+    readout.load_state_dict(other)
+    J = jacobian(readout, X)
+    changed = (preactivation(readout, X) > 0) != active
+    away = monitor()
+    assert away is not None
+    assert away.kernel_drift == pytest.approx(float((J @ J.T - K0).norm() / K0.norm()), rel=1e-6)
+    assert away.pattern_change == pytest.approx(float(changed.double().mean()))
+    assert 0.2 < away.pattern_change < 0.8
+    monitor.rewind(0)
+    readout.load_state_dict(start)
+    back = monitor()
+    assert back is not None
+    assert back.kernel_drift == pytest.approx(0.0, abs=1e-10)
+    assert back.pattern_change == 0.0
+    assert (monitor.records[0].kernel_drift, monitor.records[0].pattern_change) == (0.0, 0.0)
+    assert [(row["kind"], row["step"]) for row in monitor.metrics()] == [("monitor", 0), ("monitor", 1)]
+    assert monitor.metrics()[1].items() >= back.row().items()
+
+
+def test_units_that_rest_on_their_kinks_change_only_when_they_leave_them() -> None:
+    readout, X, y = network("scaled_relu")  # with A = I, inactive units have a pre-activation of 0
+    idle = X @ readout.cell.W.detach() < 0
+    assert idle.any()
+    for size, share in ((1e-15, 0.0), (1e-6, float(idle.double().mean()))):
+        monitor = Monitor(readout, X, y, kernel=False)
+        with torch.no_grad():
+            readout.cell.A += size
+        record = monitor()
+        assert record is not None
+        assert record.pattern_change == pytest.approx(share)
+
+
+def test_solver_steps_are_those_of_the_model_itself() -> None:
+    tight, X, y = network()
+    tight.solver = Picard()
+    loose, short = copy.deepcopy(tight), copy.deepcopy(tight)
+    loose.stop, short.stop = Stop(rtol=1e-3, max_steps=100), Stop(rtol=1e-3, max_steps=1)
+    short.on_failure = "raise"  # what it does not find by itself is told to no one
+    found = [Monitor(readout, X, y, kernel=False).records[0] for readout in (short, loose, tight)]
+    own = [float(readout.solve(X).steps.double().mean()) for readout in (loose, tight)]
+    assert [record.solver_steps for record in found] == [1.0, *own]
+    assert 1 < own[0] < own[1]
+    for record in found[:2]:
+        assert record.measurement.loss == pytest.approx(found[2].measurement.loss)
+    assert short.on_failure == "raise"
+
+
+class Damped(torch.nn.Module):
+    """tanh(0.3 z + U x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.U = torch.nn.Parameter(torch.eye(3, 5))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.3 * z + x @ self.U)
+
+
+def test_cells_without_one_layer_of_activations_have_no_pattern() -> None:
+    _, X, y = network()
+    for cell in (FunctionCell(Damped(), (5,)), DeepOptEq([OptEq(3, 5, 4), OptEq(3, 5, 4)])):
+        record = Monitor(Readout(cell).double(), X, y, kernel=False).records[0]
+        assert record.pattern_change is None
+        assert record.kernel_drift is None
+        assert record.row()["pattern_change"] is None
+
+
+def test_a_kernel_that_begins_at_zero_has_no_drift() -> None:
+    readout, X, y = network()
+    readout.a.requires_grad_(False).zero_()
+    record = Monitor(readout, X, y).records[0]
+    assert record.kernel_drift is not None
+    assert math.isnan(record.kernel_drift)
+    assert record.row()["kernel_drift"] is None

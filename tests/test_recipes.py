@@ -582,15 +582,6 @@ def test_a_loaded_model_solves_as_it_was_trained(tmp_path):
     assert float(loss) == pytest.approx(result.scores["valid_loss"], rel=1e-4)
 
 
-def test_a_problem_is_known_for_optimization_induced_equilibria_only():
-    data = Data(limit=4, test_limit=4)
-    dataset = data.load()
-    models = {kind: recipes.build(Recipe(data, KINDS[kind]()), dataset) for kind in ("dense", "monotone", "feed-forward")}
-    texts = {kind: recipes.problem(model) for kind, model in models.items()}
-    assert texts["dense"].startswith("minimise")
-    assert texts["monotone"] is texts["feed-forward"] is None
-
-
 # --- certificates ---------------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import sys
 import warnings
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -313,8 +314,48 @@ def test_learnable_alphas_are_among_the_metrics():
     cell = DeepOptEq([OptEq(4, 5, 6, alpha=0.8), OptEq(4, 5, 6, alpha=0.5)], learn_alpha=True)
     result = fit(nn.Sequential(Equilibrium(cell), nn.Linear(5, 2)), data(), None, SGD, verbose=False)
     epochs = [row for row in result.history if row["kind"] == "epoch"]
-    assert epochs[-1]["alpha"] == [float(layer.alpha.detach()) for layer in cell.layers]
+    assert epochs[-1]["alpha"] == {f"0.cell.cells.{at}": float(layer.alpha.detach()) for at, layer in enumerate(cell.layers)}
     assert epochs[0]["alpha"] != epochs[1]["alpha"]
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_norms_are_among_the_metrics_of_every_epoch(constrained):
+    model = make_model(constrained=constrained)
+    result = fit(model, data(), None, replace(SGD, norms="warn", epochs=6), verbose=False)
+    epochs = [row for row in result.history if row["kind"] == "epoch"]
+    exact = float(torch.linalg.matrix_norm(model[1].cell.W.detach(), 2))
+    assert epochs[-1]["norms"] == {"1.cell": pytest.approx(exact, rel=1e-5 if constrained else 0.05)}
+    assert epochs[-1]["norms"]["1.cell"] <= exact * (1 + 1e-5)
+    assert epochs[0]["norms"] != epochs[-1]["norms"]
+    quiet = fit(make_model(constrained=constrained), data(), None, SGD, verbose=False)
+    assert not any("norms" in row for row in quiet.history), "nobody looked"
+
+
+def test_the_norms_of_images_are_those_of_the_convolution():
+    torch.manual_seed(0)
+    layer = Equilibrium(ConvOptEq(2, 3, 4, constrained=True, padding="circular"))
+    norms = Norms(layer).by_layer()
+    dense = torch.func.jacrev(lambda z: layer.cell.operator()(z.view(1, 3, 8, 8)).flatten())(torch.zeros(3 * 64)).detach()
+    exact = float(torch.linalg.matrix_norm(dense, 2))
+    assert list(norms) == ["cell"]
+    assert 0.999 * exact <= norms["cell"] <= 1.05 * exact  # for images of every size
+
+
+def test_a_resumed_run_logs_the_same_norms(tmp_path):
+    config = replace(SGD, norms="warn", checkpoint_every=2, epochs=3)
+
+    class Leave(Callback):
+        def step(self, step: int) -> None:
+            if step == 5:
+                raise KeyboardInterrupt
+
+    whole = fit(make_model(), data(), None, config, verbose=False)
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_model(), data(), None, config, folder=tmp_path / "run", callbacks=[Leave()], verbose=False)
+    again = fit(make_model(), data(), None, config, folder=tmp_path / "run", resume=True, verbose=False)
+    found = [[row["norms"] for row in result.history if row["kind"] == "epoch"] for result in (whole, again)]
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
 
 
 def test_early_stopping_keeps_the_best_weights():
@@ -1009,6 +1050,86 @@ def test_tensorboard_gets_the_same_series(tmp_path):
     wanted = [(row["step"], row["valid_loss"]) for row in result.history if row["kind"] == "epoch"]
     assert [step for step, _ in found] == [step for step, _ in wanted]
     assert [value for _, value in found] == pytest.approx([value for _, value in wanted])
+
+
+def read_events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return EventAccumulator(str(folder)).Reload()
+
+
+def charts(events) -> dict[str, list[str]]:
+    """The lines of each chart of the layout that is shown, the last one."""
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    layout = Layout()
+    layout.ParseFromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
+    return {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_has_a_scalar_for_each_entry_and_the_panels_of_a_report(tmp_path):
+    board = TensorBoard(tmp_path / "events")
+    assert not (tmp_path / "events").exists(), "made with the first row"
+    board.row({"kind": "step", "step": 1, "epoch": 0.5, "loss": 2.0, "backward_steps": None, "flag": True})
+    board.row({"kind": "epoch", "step": 2, "epoch": 1, "valid_loss": 1.0, "alpha": [0.5, 0.25], "norms": {"model.0": 0.75}})
+    board.row({"kind": "monitor", "step": 2, "k": 2, "norm W": 3.0, "norm [U b]": 4.0, "bound": 5.0})
+    board.row({"kind": "event", "step": 2, "what": "norm", "figure": 1.5, "message": "passed"})
+    board.close()
+    events = read_events(tmp_path / "events")
+    values = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert values == {
+        "step/loss": [(1, 2.0)],
+        "epoch/valid_loss": [(2, 1.0)],
+        "epoch/alpha/1": [(2, 0.5)],
+        "epoch/alpha/2": [(2, 0.25)],
+        "epoch/norms/model.0": [(2, 0.75)],
+        "monitor/norm_W": [(2, 3.0)],
+        "monitor/norm_U_b_": [(2, 4.0)],
+        "monitor/bound": [(2, 5.0)],
+        "event/figure": [(2, 1.5)],
+    }
+    (text,) = events.Tensors("event/norm/text_summary")
+    assert text.tensor_proto.string_val[0] == b"passed"
+    found = {title: {tag for tag in values for line in lines if re.match(line, tag)} for title, lines in charts(events).items()}
+    assert found == {
+        "Loss": {"step/loss", "epoch/valid_loss"},
+        "Alpha of each layer": {"epoch/alpha/1", "epoch/alpha/2"},
+        "Loss and its guaranteed bound": {"monitor/bound"},
+        "Spectral norms": {"monitor/norm_W", "monitor/norm_U_b_", "epoch/norms/model.0"},
+    }
+
+
+def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'opteq\[tensorboard\]'"):
+        TensorBoard(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_tensorboard_steps_that_are_made_again_replace_the_old_ones(tmp_path):
+    def shown():
+        return [(event.step, event.value) for event in read_events(tmp_path / "events").Scalars("step/loss")]
+
+    board = TensorBoard(tmp_path / "events")
+    for step in (1, 2, 3, 4):
+        board.row({"kind": "step", "step": step, "loss": 1.0})
+    board.rewind(2)
+    board.row({"kind": "step", "step": 3, "loss": 2.0})
+    board.close()
+    assert [(event.step, event.value) for event in read_events(tmp_path / "events").Scalars("step/loss")] == [
+        (1, 1),
+        (2, 1),
+        (3, 2),
+    ]
+    resumed = TensorBoard(tmp_path / "events")  # from a checkpoint at step 1
+    resumed.row({"kind": "step", "step": 2, "loss": 3.0})
+    resumed.close()
+    assert shown() == [(1, 1), (2, 3)]
+    TensorBoard(tmp_path / "none").close()
+    assert not (tmp_path / "none").exists()
 
 
 def test_plain_lines_have_the_figures(capsys):

@@ -1,20 +1,34 @@
-"""What a report draws: panels of metrics over the steps of a training."""
+"""What is drawn of a training: panels of metrics over its steps, the same for figures, reports and TensorBoard."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["METRICS", "SOLVER", "Panel", "Series"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["METRICS", "PANELS", "SOLVER", "THEORY", "Curve", "Panel", "Series", "curves", "number", "series_curves"]
+
+Array = npt.NDArray[np.float64]
+Row = Mapping[str, Any]
+LARGEST = 1e100  # larger values are taken for infinite: axes overflow
+MOST = 50  # curves of one series: of so many layers
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric: `key` in the rows of each step or of each epoch."""
+    """One metric: `key` in the rows of a kind: of each step, of each epoch, or of a Monitor.
+
+    With `every`, all keys that begin with `key`. A value that is a list or a dict has a curve for each of its entries.
+    """
 
     label: str
-    kind: Literal["step", "epoch"]
+    kind: Literal["step", "epoch", "monitor"]
     key: str
     line: str = "-"
     faint: bool = False
+    every: bool = False
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,61 @@ class Panel:
     title: str
     series: tuple[Series, ...]
     scale: Literal["log", "zero", "share", "linear"] = "log"
+
+
+class Curve(NamedTuple):
+    """y over the steps x; NaN is a gap."""
+
+    label: str
+    x: Array
+    y: Array
+
+
+def curves(rows: Iterable[Row], panel: Panel) -> list[Curve]:
+    """The curves of a panel, from all rows of a training: none for what the rows do not have."""
+    rows = list(rows)
+    return [curve for series in panel.series for curve in series_curves(rows, series)]
+
+
+def series_curves(rows: Iterable[Row], series: Series) -> list[Curve]:
+    """The curves of one series that have a number: one, or one for each name; a row without the name is a gap there."""
+    found = [(number(row.get("step")), _entries(row, series)) for row in rows if row.get("kind") == series.kind]
+    points = [(step, entries) for step, entries in found if step is not None and entries]
+    names = list(dict.fromkeys(name for _, entries in points for name in entries))[:MOST]
+    x = np.array([step for step, _ in points], dtype=float)
+    drawn = []
+    for name, short in zip(names, _short(names), strict=True):
+        values = (number(entries.get(name)) for _, entries in points)
+        y = np.array([np.nan if value is None else value for value in values], dtype=float)
+        if np.isfinite(y).any():
+            drawn.append(Curve(f"{series.label} {short}".strip(), x, y))
+    return drawn
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a number that can be drawn; else None: null, NaN, infinity, text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
+        return None
+    return float(value)
+
+
+def _entries(row: Row, series: Series) -> dict[str, Any]:
+    """The values of a series by name: a single one has none; those of a list have their places, from 1."""
+    if series.every:
+        return {str(key)[len(series.key) :]: value for key, value in row.items() if str(key).startswith(series.key)}
+    value = row.get(series.key, ())
+    if isinstance(value, Mapping):
+        return {str(key): part for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {str(place): part for place, part in enumerate(value, 1)}
+    return {"": value}
+
+
+def _short(names: list[str]) -> list[str]:
+    """The names of layers without what all begin with, but for its last part: "model.layers.0", ".1" become "layers.0", ".1"."""
+    parts = [name.split(".") for name in names]
+    shared = list(takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False)))
+    return [".".join(part[max(len(shared) - 1, 0) :]) for part in parts]
 
 
 METRICS = (
@@ -69,3 +138,23 @@ SOLVER = (
     Panel("Gradient norm", (Series("gradient norm", "step", "grad_norm", faint=True),)),
     Panel("Alpha of each layer", (Series("alpha", "epoch", "alpha"),), "linear"),
 )
+THEORY = (
+    Panel("Loss and its guaranteed bound", (Series("loss", "monitor", "loss"), Series("bound", "monitor", "bound", "--"))),
+    Panel(
+        "Spectral norms",
+        (
+            Series("norm of", "monitor", "norm ", every=True),
+            Series("gamma times norm of A", "monitor", "gamma norm A", "--"),
+            Series("norm of", "epoch", "norms"),
+        ),
+    ),
+    Panel(
+        "Polyak-Lojasiewicz constant",
+        (Series("measured", "monitor", "pl"), Series("least eigenvalue of the kernel", "monitor", "ntk_min", "--")),
+    ),
+    Panel("Drift of the tangent kernel", (Series("drift", "monitor", "kernel_drift"),), "zero"),
+    Panel("Change of activation patterns", (Series("change", "monitor", "pattern_change"),), "share"),
+    Panel("Distance moved", (Series("moved", "monitor", "moved ", every=True),)),
+    Panel("Solver steps on the monitored samples", (Series("solver steps", "monitor", "solver_steps"),), "zero"),
+)
+PANELS = (*METRICS, *SOLVER, *THEORY)

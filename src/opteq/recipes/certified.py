@@ -6,18 +6,22 @@ import torch
 from torch import Tensor
 
 from opteq.models import Readout
+from opteq.runs import Run
 from opteq.runs.formats import encode
 from opteq.theory.certificates import Certificate, Monitor, Violation, check
 
-__all__ = ["certificate_json", "train_certified", "trained_json"]
+__all__ = ["certificate_json", "log_monitor", "train_certified", "trained_json"]
 
 
 def train_certified(
-    readout: Readout, X: Tensor, y: Tensor, certificate: Certificate, steps: int
+    readout: Readout, X: Tensor, y: Tensor, certificate: Certificate, steps: int, *, kernel: bool = False
 ) -> tuple[Monitor, Violation | None]:
-    """Gradient descent on |y^ - y|^2 / 2 with the certificate's largest step, watched by a Monitor: what it saw, and what broke."""
+    """Gradient descent on |y^ - y|^2 / 2 with the certificate's largest step, watched by a Monitor: what it saw, and what broke.
+
+    `kernel`: whether it looks at the tangent kernel, too, which costs more than the rest.
+    """
     every = next(n for n in range(max(1, steps // 50), 0, -1) if steps % n == 0)  # the last step is recorded, too
-    monitor = Monitor(readout, X, y, certificate, every=every, kernel=False)
+    monitor = Monitor(readout, X, y, certificate, every=every, kernel=kernel)
     optimizer = torch.optim.SGD(readout.parameters(), lr=certificate.max_step)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -25,6 +29,12 @@ def train_certified(
         optimizer.step()
         monitor()
     return monitor, check(certificate, monitor.run)
+
+
+def log_monitor(run: Run, monitor: Monitor) -> None:
+    """Write what a Monitor saw among the metrics of a run that is open: rows of the kind "monitor", for its report."""
+    for row in monitor.metrics():
+        run.log(row)
 
 
 def trained_json(monitor: Monitor, violation: Violation | None) -> dict[str, Any]:

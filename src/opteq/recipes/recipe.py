@@ -21,11 +21,11 @@ from opteq.recipes.inputs import standardization, unstandardized
 from opteq.recipes.kinds import Deep, Dense, Gaussian, Monotone, MonotoneConv, Repeat, Residual, ScaledRelu, Wide
 from opteq.recipes.others import Fcn, FeedForward, MdeqSmall, Multiscale, Ode, OpteqMid, OpteqSmall, Segmenter
 from opteq.recipes.stating import statement
-from opteq.runs import Run, RunError, RunWarning, formats, write_atomic
+from opteq.runs import Checkpoint, Run, RunError, RunWarning, formats, write_atomic
 from opteq.training import Callback, Objective, Result, TrainConfig, World, evaluate, fit, set_mode
 from opteq.training.config import OPERATIONAL
 
-__all__ = ["KINDS", "Model", "Recipe", "build", "load_model", "probe", "run", "write_statement"]
+__all__ = ["KINDS", "Model", "Recipe", "build", "load_model", "load_stages", "probe", "run", "write_statement"]
 
 Model: TypeAlias = (
     Deep
@@ -225,10 +225,25 @@ def load_model(folder: str | Path) -> tuple[nn.Module, Dataset]:
     """The trained model of a run folder, in eval mode, and its data. A run without a result gives its last checkpoint."""
     recipe = Recipe.of_run(folder)
     dataset = recipe.data.load()
+    return _with(recipe, dataset, _weights(Path(folder))), dataset
+
+
+def load_stages(folder: str | Path) -> tuple[dict[str, nn.Module], Dataset]:
+    """The model of a run "before" its training, at the checkpoints that it still has ("step 40"), and "after"; and its data."""
+    recipe, run = Recipe.of_run(folder), Run.read(folder)
+    dataset, total = recipe.data.load(), max(run.steps(), default=0)
+    stages = {"before": build(recipe, dataset).eval()}
+    for step in run.steps():
+        if step < total:  # the last is what the training ended with, or comes closest
+            stages[f"step {step}"] = _with(recipe, dataset, _parameters(run.load(step)))
+    return stages | {"after": _with(recipe, dataset, _weights(Path(folder)))}, dataset
+
+
+def _with(recipe: Recipe, dataset: Dataset, weights: dict[str, Tensor]) -> nn.Module:
     model = _built(recipe, dataset, unstandardized)  # the weights hold the mean and the deviation of the training
     set_mode(model, recipe.train.mode, recipe.train.unroll)
-    model.load_state_dict(_weights(Path(folder)))
-    return model.eval(), dataset
+    model.load_state_dict(weights)
+    return model.eval()
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -241,4 +256,8 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     checkpoint = run.latest()
     if checkpoint is None:
         raise RunError(f"{folder} has neither a trained model nor a checkpoint: train it first")
+    return _parameters(checkpoint)
+
+
+def _parameters(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in checkpoint.tensors.items() if name.startswith("model.")}

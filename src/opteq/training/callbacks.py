@@ -1,10 +1,15 @@
 """What may be told of a training as it goes: callbacks, among them TensorBoard and the certificate's Monitor."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from opteq.theory.certificates import Monitor
+
+if TYPE_CHECKING:
+    from opteq.diagnostics.panels import Panel
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -43,7 +48,7 @@ class AfterStep(Callback):
     def step(self, step: int) -> Row | None:
         found = self.function(step)
         if isinstance(self.function, Monitor) and found is not None:
-            return {"kind": "monitor", "step": step, **found.row()}
+            return dict(found.metrics())
         return None
 
     def rewind(self, step: int) -> None:
@@ -52,21 +57,68 @@ class AfterStep(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes the metrics as TensorBoard scalars into `folder`."""
+    """Writes the metrics as TensorBoard scalars into `folder`, events as texts; one scalar for each entry of a list or a dict.
+
+    "Custom scalars" there shows the panels that reports show. The folder is made with the first row. After a roll-back, and when a
+    training is resumed into the same folder, the steps that are made again replace those that were there.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("TensorBoard needs the package tensorboard: pip install 'opteq[tensorboard]'.") from error
-        self.writer: Any = SummaryWriter(str(folder))
+        self.open = partial(SummaryWriter, str(folder))
+        self.writer: Any = None
+        self.first: int | None = None  # the step from which on rows replace older ones
+        self.tags: set[str] = set()
 
     def row(self, row: Row) -> None:
-        for name, value in row.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "epoch"):
-                self.writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+        if self.writer is None:
+            self.writer = self.open(purge_step=row["step"] if self.first is None else self.first)
+        found = dict(_scalars(row))
+        for tag, value in found.items():
+            self.writer.add_scalar(tag, value, row["step"])
         if row["kind"] == "event":
             self.writer.add_text(f"event/{row['what']}", str(row["message"]), row["step"])
+        if not self.tags.issuperset(found):
+            self.tags.update(found)
+            self.writer.add_custom_scalars(_layout(self.tags))
+
+    def rewind(self, step: int) -> None:
+        self.close()
+        self.writer, self.first = None, step + 1
 
     def close(self) -> None:
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _scalars(row: Row) -> Iterator[tuple[str, float]]:
+    """The numbers of a row under their tags: "epoch/valid_loss", "epoch/alpha/cell.layers.0"."""
+    for name, value in row.items():
+        listed = dict(enumerate(value, 1)) if isinstance(value, (list, tuple)) else {"": value}
+        for key, number in (value if isinstance(value, Mapping) else listed).items():
+            if isinstance(number, (int, float)) and not isinstance(number, bool) and name not in ("step", "epoch", "k"):
+                yield _tag(row["kind"], name, key), number
+
+
+def _tag(*names: object) -> str:
+    return re.sub(r"[^\w./-]+", "_", "/".join(filter(None, map(str, names))))
+
+
+def _layout(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+    """The panels that have a tag, as charts; each line of a chart is a regular expression."""
+    from opteq.diagnostics.panels import METRICS, SOLVER, THEORY
+
+    groups = {"Metrics": METRICS, "Solver": SOLVER, "Theory": THEORY}
+    charts = {
+        group: {panel.title: ["Multiline", lines] for panel in panels if (lines := _lines(panel, tags))}
+        for group, panels in groups.items()
+    }
+    return {group: found for group, found in charts.items() if found}
+
+
+def _lines(panel: "Panel", tags: Iterable[str]) -> list[str]:
+    patterns = [f"{re.escape(_tag(series.kind, series.key))}{'.*' if series.every else '(/.*)?'}$" for series in panel.series]
+    return [pattern for pattern in patterns if any(re.match(pattern, tag) for tag in tags)]

@@ -24,8 +24,9 @@ from opteq.training.callbacks import AfterStep, Callback
 from opteq.training.config import OPERATIONAL, TrainConfig, step_size
 from opteq.training.display import display
 from opteq.training.learner import Learner
+from opteq.training.norms import alphas
 from opteq.training.objective import Loss, Objective, Tally, evaluate
-from opteq.training.parts import Samples, alphas, checked, cuda_devices, find_device, fingerprint
+from opteq.training.parts import Samples, checked, cuda_devices, find_device, fingerprint
 from opteq.training.processes import World, naming_lost_processes
 from opteq.training.state import (
     Memory,
@@ -221,9 +222,10 @@ class Training:
         self.seconds += time.perf_counter() - begun
         self.scores, self.epoch = scores, Tally()
         health = {name: train.get(name) for name in ("solver_steps", "backward_steps", "converged")}
-        alpha = {"alpha": learned} if (learned := alphas(self.model)) else {}
+        layers = {"alpha": alphas(self.model), "norms": {} if self.config.norms == "off" else self.learner.norms.by_layer()}
+        layers = {name: found for name, found in layers.items() if found}
         epoch = self.step // self.plan.per_epoch
-        self.log({"kind": "epoch", "step": self.step, **self.position(), "epoch": epoch, **scores, **health, **alpha})
+        self.log({"kind": "epoch", "step": self.step, **self.position(), "epoch": epoch, **scores, **health, **layers})
         if self.config.patience is not None:
             self.judge(epoch, scores)
 

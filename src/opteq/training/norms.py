@@ -12,6 +12,7 @@ from opteq.cells import GaussianDEQ, ScaledReLU
 from opteq.cells.optimization import OptEqCell
 from opteq.equilibrium import Cell
 from opteq.operators import Dense, Operator
+from opteq.spectral import operator_norm
 from opteq.training.watch import Trouble, layers_of
 
 
@@ -57,6 +58,8 @@ class Norms:
         self.weights = list(_weights(model))
         self.vectors: dict[str, Tensor] = {}
         self.passed: set[str] = set()
+        self.bounds: dict[str, float] = {}  # of the last step
+        self.constrained = {name: part for name, part in _layers(model) if part.constrained}
 
     @torch.no_grad()
     def step(self, shapes: Mapping[str, torch.Size]) -> list[Trouble]:
@@ -65,7 +68,7 @@ class Norms:
         for weight in self.weights:
             if (shape := weight.shape(shapes)) is None:
                 continue
-            norm = self._iterate(weight, shape)
+            norm = self.bounds[weight.name] = self._iterate(weight, shape)
             slack = 1 + 100 * torch.finfo(self.vectors[weight.name].dtype).eps  # for rounding
             if norm <= weight.limit * slack:
                 self.passed.discard(weight.name)
@@ -73,6 +76,14 @@ class Norms:
                 self.passed.add(weight.name)
                 found.append(_passed(weight, norm))
         return found
+
+    @torch.no_grad()
+    def by_layer(self) -> dict[str, float]:
+        """The norms, for a log: the lower bounds of the last step, and upper bounds for constrained layers, at most 1% above.
+
+        The latter are computed now, at the cost of what the constraint itself takes at a forward pass.
+        """
+        return {**self.bounds, **{name: float(operator_norm(part.operator())) for name, part in self.constrained.items()}}
 
     def _iterate(self, weight: _Weight, shape: tuple[int, ...]) -> float:
         W = weight.operator()
@@ -85,6 +96,17 @@ class Norms:
             v = W.adjoint(image)
         self.vectors[weight.name] = v
         return float(torch.linalg.vector_norm(image))
+
+
+def alphas(model: nn.Module) -> dict[str, float]:
+    """The learnable alpha of each layer."""
+    return {name: float(part.alpha.detach()) for name, part in _layers(model) if isinstance(part.alpha, Tensor)}
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, OptEqCell]]:
+    for name, part in model.named_modules():
+        if isinstance(part, OptEqCell):
+            yield name or type(part).__name__, part
 
 
 def _weights(model: nn.Module) -> Iterator[_Weight]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from opteq.cells.optimization import OptEqCell
 from opteq.checks import all_finite, invalid
 from opteq.equilibrium import ConvergenceWarning
 from opteq.solve import ConvergenceError
@@ -37,12 +36,6 @@ def autocast(config: TrainConfig, device: torch.device) -> Any:
     if config.precision == "float16" and device.type != "cuda":
         raise ValueError(invalid("fit", "precision", "'float32' or 'bfloat16' without a GPU", config.precision))
     return torch.autocast(device.type, dtype=getattr(torch, config.precision))
-
-
-def alphas(model: nn.Module) -> list[float]:
-    """The learnable alpha of each layer, in order."""
-    found = (part.alpha for part in model.modules() if isinstance(part, OptEqCell))
-    return [float(alpha.detach()) for alpha in found if isinstance(alpha, Tensor)]
 
 
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
