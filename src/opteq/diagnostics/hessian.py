@@ -3,8 +3,6 @@
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from opteq.checks import check_finite, check_instance, check_integer, check_number, invalid
 from opteq.diagnostics.arnoldi import NotFiniteError
 from opteq.diagnostics.finding import Columns, Finding
+from opteq.diagnostics.keeping import kept
 from opteq.diagnostics.lanczos import ARPACK, Hessian, Lanczos, Loss, Which
 from opteq.equilibrium import ConvergenceWarning, Equilibrium, observe
 from opteq.gradients import JacobianFree, Phantom
@@ -100,7 +99,8 @@ def hessian_spectrum(
     """
     _check(model, k, which, probes, rtol, restarts, seed)
     watch = _Watch()
-    with _untouched(model, seed), observe(watch), warnings.catch_warnings():
+    with kept(model, seed) as reset, torch.enable_grad(), observe(watch), warnings.catch_warnings():
+        reset()
         warnings.simplefilter("ignore", ConvergenceWarning)  # told once, at the end
         hessian = Hessian(model, loss)
         find = Lanczos(min(k, hessian.size), which, restarts, seed)
@@ -137,25 +137,6 @@ class _Watch:
             raise TypeError(f"{kind} only approximates the gradient, so that there is no Hessian: take Implicit() or Unrolled.")
         if phase != "unrolled" and not bool(solution.converged.all()):
             self.failed[phase] += 1
-
-
-@contextmanager
-def _untouched(model: nn.Module, seed: int) -> Iterator[None]:
-    """Inside, random numbers begin at the seed; at the end they, and the model's modes and buffers, are as they were."""
-    modes = [(part, part.training) for part in model.modules()]
-    buffers = [(part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items()]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)), torch.enable_grad():
-        torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            for part, training in modes:
-                part.training = training
-            for part, name, buffer in buffers:
-                part._buffers[name] = buffer  # a forward pass may have put another tensor in its place
-            for tensor, value in values:
-                tensor.data.copy_(value)  # leaves the version counters alone: graphs built before stay good
 
 
 def _found(hessian: Hessian, find: Lanczos, probes: int, rtol: float) -> HessianSpectrum:

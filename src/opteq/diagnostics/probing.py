@@ -1,17 +1,14 @@
 """The equilibrium inside a model: which one it is, what it is given, and how to look at it without a trace."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from opteq.checks import check_instance, invalid
 from opteq.equilibrium import Equilibrium
 from opteq.models.readout import Readout, tight_stop
 
-__all__ = ["Probe", "probe", "undisturbed"]
+__all__ = ["Probe", "probe"]
 
 
 class Probe(NamedTuple):
@@ -68,23 +65,3 @@ def _layer(part: nn.Module, x: Tensor) -> Equilibrium:
         return Equilibrium(part.cell, part.solver, stop, on_failure="ignore")
     assert isinstance(part, Equilibrium)
     return Equilibrium(part.cell, part.solver, part.stop, part.gradient, "ignore")
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode and nothing is differentiated. Modes, buffers and random numbers are put back."""
-    modes = [(part, part.training) for part in model.modules()]
-    buffers = [(part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items()]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    with torch.random.fork_rng(devices), torch.no_grad():
-        model.eval()
-        try:
-            yield
-        finally:
-            for part, training in modes:
-                part.training = training
-            for part, name, buffer in buffers:
-                part._buffers[name] = buffer  # a forward pass may have put another tensor in its place
-            for tensor, value in values:
-                tensor.data.copy_(value)  # leaves the version counters alone: graphs built before stay good

@@ -13,7 +13,8 @@ from opteq.autograd import Report
 from opteq.checks import check_instance, invalid
 from opteq.convex import ConvexMap
 from opteq.diagnostics.finding import Columns, Finding
-from opteq.diagnostics.probing import Probe, probe, undisturbed
+from opteq.diagnostics.keeping import undisturbed
+from opteq.diagnostics.probing import Probe, probe
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, default_solver
 from opteq.solve import Map, Solution, Solver, Stop, solve

@@ -17,7 +17,8 @@ from opteq.batch import at_least_single, flat, per_sample_like, sound_samples
 from opteq.checks import check_floating, check_instance, invalid
 from opteq.diagnostics.arnoldi import NONFINITE, UNSURE, Arnoldi, Array, Eigenvalues, Matrix, NotFiniteError
 from opteq.diagnostics.finding import Columns, Finding
-from opteq.diagnostics.probing import probe, undisturbed
+from opteq.diagnostics.keeping import undisturbed
+from opteq.diagnostics.probing import probe
 from opteq.equilibrium import ConvergenceWarning
 from opteq.solve import CallableMap, Jacobian, Map, first_value
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from opteq.autograd import Report, record
 from opteq.checks import check_instance, check_integer, invalid
 from opteq.diagnostics.finding import Columns, Finding
-from opteq.diagnostics.probing import probe, undisturbed
+from opteq.diagnostics.keeping import undisturbed
+from opteq.diagnostics.probing import probe
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient
 from opteq.solve import Map, Solution, Solver, Status, Stop
