@@ -324,10 +324,10 @@ def test_a_training_is_run_reported_and_resumed(here, monkeypatch, capsys):
 
     class Board(Callback):
         def __init__(self, folder):
-            assert (folder.parent / "config.json").exists()  # the run came first
             boards.append(folder)
 
         def row(self, row):
+            assert (here / "runs" / "digits-deep-1" / "config.json").exists()  # the run came first
             boards.append(row["kind"])
 
         def close(self):
@@ -399,7 +399,7 @@ def test_the_folder_of_a_run_is_in_runs_whatever_the_data_are_called(name):
 def test_a_training_that_is_refused_leaves_no_folder(here, monkeypatch, capsys):
     check_error(capsys, cli.main(["train", "deep", "--data.name", "../evil", "--tensorboard"]), 2, "evil")
     check_error(capsys, cli.main(["train", "deep", *TINY, "--pool", "99", "--tensorboard"]), 2, "at least 99 x 99")
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     check_error(capsys, cli.main(["train", "deep", *TINY, "--tensorboard"]), 2, "pip install 'opteq[tensorboard]'")
     assert list(here.iterdir()) == []
 

@@ -22,7 +22,7 @@ def test_the_readme_runs(block, capsys):
     assert "CONVERGED" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["problem.md", "training.md", "fit.md", "data.md"])
+@pytest.mark.parametrize("page", ["problem.md", "training.md", "fit.md", "diagnostics.md", "data.md"])
 def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)

@@ -1,16 +1,20 @@
 """`opteq landscape`."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
-from torch import Tensor, nn
+from torch import nn
 
+from opteq import diagnostics
 from opteq.cli.common import console, parse
 from opteq.data import Dataset
+from opteq.diagnostics import data_loss
+from opteq.recipes import load_model, sample
+from opteq.runs import RunError
 
 __all__ = ["landscape"]
 
@@ -23,17 +27,23 @@ class Landscape:
     """
 
     run: tyro.conf.Positional[Path]
-    """The run folder."""
+    """The run folder. Finished points are kept in its landscape.jsonl, from which the same command goes on."""
     steps: int = 51
     """Points in each direction; the loss is computed at steps x steps of them."""
     span: float = 1.0
     """How far to go, as a multiple of the weights."""
-    batch: int = 64
+    batch: int = 256
     """Training samples in the loss, always the same ones."""
     dims: Literal[1, 2] = 2
     """1: along a line."""
     seed: int = 0
     """Of the directions."""
+    biases: Literal["fixed", "scaled"] = "fixed"
+    """scaled: biases and the parameters of normalisation move as well."""
+    level: float | None = None
+    """The loss at which the basin is measured; by default twice that of the trained network."""
+    fresh: bool = False
+    """Begin again instead of going on from landscape.jsonl."""
     out: Path | None = None
     """The folder of landscape.png, .svg and .csv; by default the run folder."""
 
@@ -43,31 +53,53 @@ def landscape(arguments: Sequence[str]) -> int:
     options: Landscape = parse(Landscape, "landscape", arguments)
     if options.steps % 2 == 0:
         raise ValueError(f"--steps must be odd: the point in the middle is the trained network. Got {options.steps} instead.")
-    from opteq import diagnostics
-    from opteq.recipes import load_model
-    from opteq.training import Objective
-
     model, dataset = load_model(options.run)
-    x, y = _batch(dataset, options.batch)
-    objective = Objective(ignore=dataset.ignore)
-
-    def loss(network: nn.Module) -> Tensor:
-        return objective(network(x), y)[0]
-
-    found = diagnostics.landscape(model, loss, steps=options.steps, span=options.span, seed=options.seed, dims=options.dims)
-    folder = options.out or options.run
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [found.csv(folder / "landscape.csv"), *(found.draw(folder / f"landscape.{kind}") for kind in ("png", "svg"))]
-    at = options.steps // 2
-    middle = found.loss[(at,) * options.dims]
+    found = _compute(model, dataset, options)
+    paths = found.save(options.out or options.run)
     out = console()
-    out.print(f"loss {float(middle):.4g} in the middle, {float(found.loss.min()):.4g} to {float(found.loss.max()):.4g} around it;")
-    out.print(f"every equilibrium was found at {float(found.converged.double().mean()):.1%} of the {found.loss.numel():,} points.")
+    for line in _summary(found, options.level):
+        out.print(line)
     out.print("\n".join(map(str, paths)), soft_wrap=True)
     return 0
 
 
-def _batch(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
-    """So many training samples, drawn at random but always the same."""
-    rows = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(0))[:count]
-    return dataset.train.x[rows], dataset.train.y[rows]
+def _compute(model: nn.Module, dataset: Dataset, options: Landscape) -> diagnostics.Landscape:
+
+    file = options.run / "landscape.jsonl"
+    if options.fresh:
+        file.unlink(missing_ok=True)
+    try:
+        return diagnostics.landscape(
+            model,
+            data_loss(*sample(dataset, options.batch), ignore=dataset.ignore),
+            steps=options.steps,
+            span=options.span,
+            seed=options.seed,
+            dims=options.dims,
+            biases=options.biases,
+            file=file,
+            progress=True,
+        )
+    except RunError as error:
+        raise RunError(f"{error}; --fresh begins again") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command goes on where it stopped") from None
+
+
+def _summary(found: diagnostics.Landscape, level: float | None) -> Iterator[str]:
+    """What a landscape says, in words."""
+    middle = float(found.loss[(len(found.axis) // 2,) * found.loss.ndim])
+    known = found.loss[found.loss.isfinite()]
+    span = f"{float(known.min()):.4g} to {float(known.max()):.4g}" if len(known) else "unknown"
+    yield f"loss {middle:.4g} in the middle, {span} around it;"
+    yield f"every equilibrium was found at {float(found.converged.double().mean()):.1%} of the {found.loss.numel():,} points."
+    if level is None and not math.isfinite(middle):
+        return
+    basin = found.basin(2 * middle if level is None else level)
+    bound = "at least " if basin.at_edge or basin.at_failure else ""
+    size = f"{bound}{basin.diameter:.3g} wide" if found.loss.ndim == 1 else f"{bound}{basin.diameter:.3g} in diameter"
+    which = " (twice that in the middle)" if level is None else ""
+    yield f"basin where the loss is at most {basin.level:.4g}{which}: {size}, {basin.points:,} points;"
+    flat = found.flatness()
+    curvature = " and ".join(f"{value:.3g}" for value in flat.curvature)
+    yield f"within {flat.radius:.3g}: sharpness {flat.sharpness:.3g}, mean increase {flat.increase:.3g}; curvature {curvature}."

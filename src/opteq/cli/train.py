@@ -3,9 +3,8 @@
 import argparse
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from opteq.grids import safe_name
 from opteq.models import count_parameters
 from opteq.recipes import Data, Deep, Model, Recipe, build, probe, run
 from opteq.runs import Run
-from opteq.training import Callback, LostProcessError, Result, TensorBoard, TrainConfig
+from opteq.training import LostProcessError, Result, TensorBoard, TrainConfig
 
 __all__ = ["train"]
 
@@ -58,7 +57,7 @@ def train(arguments: Sequence[str]) -> int:
         return show(recipe)
     with process_group(recipe.train.device) as world:
         folder = options.resume or options.folder or Path(agree(world, str(_free_folder(recipe))))
-        told = [Board(folder / "tensorboard")] if options.tensorboard and world.first else []
+        told = [TensorBoard(folder / "tensorboard")] if options.tensorboard and world.first else []
         try:
             result = run(recipe, folder, resume=options.resume is not None, callbacks=told, verbose=not options.quiet)
         except KeyboardInterrupt:
@@ -68,24 +67,6 @@ def train(arguments: Sequence[str]) -> int:
         if world.first:
             summarize(result, folder)
     return 0
-
-
-class Board(Callback):
-    """TensorBoard, which makes its folder at once, begun with the training: when all is checked, and the run folder is there."""
-
-    def __init__(self, folder: Path) -> None:
-        if find_spec("tensorboard") is None:
-            raise ImportError("TensorBoard needs the package tensorboard: pip install 'opteq[tensorboard]'.")
-        self.folder, self.board = folder, Callback()
-
-    def begin(self, config: Mapping[str, Any], total: int) -> None:
-        self.board = TensorBoard(self.folder)
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        self.board.row(row)
-
-    def close(self) -> None:
-        self.board.close()
 
 
 def _defaults(arguments: Sequence[str]) -> Train | None:

@@ -11,38 +11,79 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from opteq.diagnostics.basin import Basin
     from opteq.diagnostics.landscape import Landscape
 
 __all__ = ["draw_landscape"]
 
 Array = npt.NDArray[Any]
+_HALO = (("black", 2.2), ("white", 1.2))  # a line that is seen on every ground
 LEVELS, LOG_RATIO = 24, 10.0  # above this ratio of the largest to the least loss the levels are logarithmic
 
 
-def draw_landscape(landscape: "Landscape") -> "Figure":
-    """The contours, or the curve, of a landscape, with hatches where a solve failed."""
+def draw_landscape(landscape: "Landscape", basin: "Basin | None" = None) -> "Figure":
+    """The contours, or the curve, of a landscape, with hatches where a solve failed, and the border of a basin."""
     axis, loss, failed = landscape.axis.numpy(), landscape.loss.numpy(), ~landscape.converged.numpy()
     with new_figure((4.4, 3.6) if loss.ndim == 2 else (4.4, 2.8)) as figure:
+        if loss.ndim == 2:
+            figure.set_layout_engine("compressed")  # the scale as high as the square
         axes = figure.subplots()
         (_contours if loss.ndim == 2 else _curve)(axes, axis, loss, failed)
-        if failed.any():
-            axes.set_title(f"hatched: not converged ({failed.mean():.1%} of the points)", fontsize=8)
+        titles = [f"hatched: not converged ({failed.mean():.1%} of the points)"] if failed.any() else []
+        if basin is not None:
+            (_border if loss.ndim == 2 else _interval)(axes, basin)
+            titles.append(_words(basin, "diameter" if loss.ndim == 2 else "width"))
+        axes.set_title("\n".join(titles), fontsize=8)
     return figure
 
 
+def _words(basin: "Basin", measure: str) -> str:
+    """What the line around a basin means."""
+    least = "at least " if basin.at_edge or basin.at_failure else ""
+    return f"line: loss = {basin.level:.3g}, {measure} {least}{basin.diameter:.3g}"
+
+
+def _border(axes: "Axes", basin: "Basin") -> None:
+    from matplotlib.collections import LineCollection
+
+    for colour, width in _HALO:
+        axes.add_collection(LineCollection(list(basin.outline), colors=colour, linewidths=width, capstyle="round", zorder=4))
+
+
+def _interval(axes: "Axes", basin: "Basin") -> None:
+    axes.axhline(basin.level, color="0.4", linewidth=0.8, linestyle="--", zorder=1)
+    axes.plot(basin.outline, [basin.level] * len(basin.outline), linestyle="none", marker="|", color="black", zorder=4)
+
+
 def _contours(axes: "Axes", axis: Array, loss: Array, failed: Array) -> None:
-    shown = np.ma.masked_invalid(loss)
     axes.set(xlabel="first direction", ylabel="second direction", aspect="equal", xlim=axis[[0, -1]], ylim=axis[[0, -1]])
-    axes.plot(0, 0, marker="+", color="white", markeredgecolor="black", zorder=5)
+    axes.locator_params(nbins=5)
+    for colour, width in _HALO:
+        axes.plot(0, 0, marker="+", color=colour, markersize=6 + width / 2, markeredgewidth=width, zorder=5)
+    shown = np.ma.masked_invalid(loss)
     if shown.count():
-        levels = contour_levels(shown.compressed())
-        scale: Any = "log" if _is_log(shown.compressed()) else "linear"
-        filled = axes.contourf(axis, axis, shown.T, levels=levels, norm=scale, cmap="viridis", extend="both")
-        axes.contour(filled, levels=levels[::3], colors="white", linewidths=0.4)
-        axes.figure.colorbar(filled, ax=axes, label="loss", format="%.3g")
+        _fill(axes, axis, shown)
     hatched = np.ma.masked_array(np.ones_like(loss), mask=~failed).T
     if failed.any():
         axes.pcolor(axis, axis, hatched, shading="nearest", facecolor="none", edgecolor=FAILED, linewidth=0, hatch="//////")
+
+
+def _fill(axes: "Axes", axis: Array, shown: Any) -> None:
+    """The contours and their colours."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    levels, log = contour_levels(shown.compressed()), _is_log(shown.compressed())
+    scale: Any = "log" if log else "linear"
+    filled = axes.contourf(axis, axis, shown.T, levels=levels, norm=scale, cmap="viridis")
+    axes.contour(filled, levels=levels[::3], colors="white", linewidths=0.4)
+    bar = axes.figure.colorbar(filled, ax=axes, label="loss", format="%.3g")
+    bar.set_ticks(LogLocator(subs=_subs(levels)) if log else MaxNLocator(6))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _subs(levels: Array) -> tuple[float, ...]:
+    """The leading digits of the ticks of a logarithmic scale: the fewer, the wider it is."""
+    return (1.0, 2.0, 5.0) if levels[-1] / levels[0] < 1e4 else (1.0,)
 
 
 def _curve(axes: "Axes", axis: Array, loss: Array, failed: Array) -> None:

@@ -1,6 +1,7 @@
 """Filter-wise normalised random directions in the space of a model's parameters."""
 
 from collections.abc import Iterator
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -10,33 +11,48 @@ from torch.nn.utils import parametrizations, parametrize
 from opteq.cells import ScaledReLU
 from opteq.models import Readout
 
-__all__ = ["directions"]
+__all__ = ["Biases", "directions"]
+
+Biases: TypeAlias = Literal["fixed", "scaled"]
 
 _NORMALISATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def directions(model: nn.Module, count: int, seed: int) -> dict[str, tuple[Tensor, ...]]:
+def directions(model: nn.Module, count: int, seed: int, biases: Biases = "fixed") -> dict[str, tuple[Tensor, ...]]:
     """`count` directions d by the name of the parameter: Gaussian, each filter scaled so that |d_i| = |w_i|.
 
-    Biases and the parameters of normalisation layers are left out: they do not move. A parametrised weight moves in the space of
-    its original. The seed alone decides, whatever the device, and the first direction does not depend on `count`.
+    A filter is all that feeds one unit: a row of W in W' sigma(W z + U x + b). A parametrised weight moves in the space of its
+    original. `biases`: those, the parameters of normalisation layers and single numbers (a learnt alpha) stay "fixed" and are left
+    out; or they move, "scaled", each entry a filter of its own, d_i = +-w_i.
+    The seed alone decides, whatever the device, and the first direction does not depend on `count`.
+    A factor on a layer that the next layer divides by, or that a normalisation undoes, makes no difference to the landscape.
     Li et al., Visualizing the loss landscape of neural nets (2018), section 4.
     """
     draw = np.random.default_rng(seed)  # not torch's: a model drawn from the same seed would be its own direction
-    weights = list(_weights(model))
-    drawn = [[_direction(owner, weight, draw) for _, owner, weight in weights] for _ in range(count)]
-    return {name: parts for (name, _, _), parts in zip(weights, zip(*drawn, strict=True), strict=True)}
+    weights = [part for part in _weights(model) if biases == "scaled" or part.is_weight]
+    drawn = [[_direction(part, draw) for part in weights] for _ in range(count)]
+    return {part.name: parts for part, parts in zip(weights, zip(*drawn, strict=True), strict=True)}
 
 
-def _direction(owner: nn.Module, weight: Tensor, draw: np.random.Generator) -> Tensor:
+class _Weight(NamedTuple):
+    name: str
+    owner: nn.Module  # that uses it
+    values: Tensor
+    is_weight: bool
+
+
+def _direction(part: _Weight, draw: np.random.Generator) -> Tensor:
     """Gaussian numbers with the filter norms of the weight; 0 where the filter is."""
-    d = torch.from_numpy(draw.standard_normal(weight.shape)).to(weight.device, weight.dtype)
-    norms = _filter_norms(owner, d)
-    return d * (_filter_norms(owner, weight) / norms.where(norms > 0, 1.0))
+    d = torch.from_numpy(np.asarray(draw.standard_normal(part.values.shape))).to(part.values)
+    norms = _filter_norms(part, d)
+    return d * (_filter_norms(part, part.values) / norms.where(norms > 0, 1.0))
 
 
-def _filter_norms(owner: nn.Module, weight: Tensor) -> Tensor:
+def _filter_norms(part: _Weight, weight: Tensor) -> Tensor:
     """The norm of the filter that each entry belongs to: all that feeds one unit of the output."""
+    owner = part.owner
+    if not part.is_weight:
+        return weight.abs()
     if isinstance(owner, nn.modules.conv._ConvTransposeNd):  # [in, out / groups, ...], each group of inputs with its own outputs
         grouped = weight.unflatten(0, (owner.groups, -1))
         return _norms(grouped, keep=(0, 2)).expand_as(grouped).flatten(0, 1)
@@ -52,25 +68,22 @@ def _norms(weight: Tensor, keep: tuple[int, ...]) -> Tensor:
     return norms
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """The parameters that move: their name, the module that uses them, and their values."""
+def _weights(model: nn.Module) -> Iterator[_Weight]:
+    """The parameters, integers left out."""
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
-        owner, rule = modules[path], None
+        owner, scale = modules[path], False
         if isinstance(owner, parametrize.ParametrizationList):  # "<owner>.parametrizations.<leaf>.original<i>"
-            rule, original = owner[0], leaf
+            scale = isinstance(owner[0], parametrizations._WeightNorm) and leaf == "original0"  # the norms, not the filters
             path, _, leaf = path.rpartition(".")
             owner = modules[path.rpartition(".")[0]]
-            if isinstance(rule, parametrizations._WeightNorm) and original == "original0":  # the norms, not the filters
-                continue
-        if _moves(owner, leaf, parameter):
-            yield name, owner, parameter.detach()
+        if parameter.is_floating_point():
+            yield _Weight(name, owner, parameter.detach(), not scale and _is_weight(owner, leaf, parameter))
 
 
-def _moves(owner: nn.Module, leaf: str, parameter: Tensor) -> bool:
+def _is_weight(owner: nn.Module, leaf: str, parameter: Tensor) -> bool:
     """Whether the parameter is a weight: no bias, no scale, no single number."""
     if isinstance(owner, Readout):
         return True
-    matrix = parameter.ndim > 1 and parameter.is_floating_point()
-    return matrix and "bias" not in leaf and leaf != "b" and not isinstance(owner, _NORMALISATION)
+    return parameter.ndim > 1 and "bias" not in leaf and leaf != "b" and not isinstance(owner, _NORMALISATION)

@@ -2,19 +2,24 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from opteq.checks import check_finite, check_instance, check_integer, check_number, invalid
-from opteq.diagnostics.directions import directions
+from opteq.diagnostics.basin import Basin, Flatness, find_basin, measure_flatness
+from opteq.diagnostics.directions import Biases, directions
 from opteq.diagnostics.finding import Columns, Finding
+from opteq.diagnostics.grid_file import GridFile, Point, fingerprint
+from opteq.diagnostics.keeping import kept
+from opteq.diagnostics.progress import Progress, reporting
 from opteq.equilibrium import ConvergenceWarning, Equilibrium, observe
 from opteq.solve import ConvergenceError, Solution
 
@@ -40,11 +45,19 @@ class Landscape(Finding):
     seed: int
     span: float
 
-    def figure(self) -> "Figure":
-        """Contours of the loss, or its curve, with the points hatched where a solve failed."""
+    def figure(self, level: float | None = None) -> "Figure":
+        """Contours of the loss, or its curve, with the points hatched where a solve failed; and the basin of a level."""
         from opteq.diagnostics.contours import draw_landscape
 
-        return draw_landscape(self)
+        return draw_landscape(self, None if level is None else self.basin(level))
+
+    def basin(self, level: float) -> Basin:
+        """The connected set around the model where loss <= level: its width or area, exact to second order in the grid."""
+        return find_basin(self, level)
+
+    def flatness(self, radius: float | None = None) -> Flatness:
+        """Sharpness, mean increase and curvature around the model, within a radius (by default a quarter of the span)."""
+        return measure_flatness(self, radius)
 
     def columns(self) -> Columns:
         """One row for each point: the coordinate along each direction, the loss, and whether it converged."""
@@ -53,75 +66,72 @@ class Landscape(Finding):
         return {**point, "loss": self.loss.numpy().ravel(), "converged": self.converged.numpy().ravel()}
 
 
-def landscape(model: nn.Module, loss: Loss, *, steps: int = 51, span: float = 1.0, seed: int = 0, dims: int = 2) -> Landscape:
+def landscape(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    steps: int = 51,
+    span: float = 1.0,
+    seed: int = 0,
+    dims: int = 2,
+    biases: Biases = "fixed",
+    file: str | Path | None = None,
+    progress: Progress = False,
+) -> Landscape:
     """L(theta + a d_1 + b d_2) for a and b in [-span, span]: random directions, filter by filter as long as the weights.
 
-    `loss(model)` is any function that gives one number. It runs without gradients, in the mode that the model is in, and every
-    call meets the same buffers and the same random numbers. The model is left as it was, whatever happens.
+    `loss(model)` is any function that gives one number, such as `data_loss(x, y)`. It runs without gradients, in the mode that the
+    model is in, and every call meets the same buffers and the same random numbers. The model is left as it was, whatever happens.
     `steps`: points in each direction; odd ones include theta itself. `dims`: 1 for a line along d_1 alone.
+    `biases`: "fixed", or "scaled" if they and the parameters of normalisation are to move as well.
+    `file`: where finished points are kept. The next call with that file computes the other ones only, and gives the same grid.
+    `progress`: True for a bar on a terminal, or a function of (done, total).
     A point where a solve fails is not `converged`; if `on_failure` is "raise", its loss is NaN.
     Li et al., Visualizing the loss landscape of neural nets (2018).
     """
-    _check(model, steps, span, seed, dims)
+    _check(model, steps, span, seed, dims, biases)
     axis = (torch.arange(steps, dtype=torch.float64) - (steps - 1) / 2) * (2 * span / (steps - 1))  # the middle is exactly 0
-    plane = directions(model, dims, seed)
+    plane = directions(model, dims, seed, biases)
     if not plane:
         raise ValueError(invalid("landscape", "model", "a model with weights: biases and normalisation stay", type(model).__name__))
-    with _kept(model, seed) as reset:
-        points = [_evaluate(model, loss, plane, point, reset) for point in product(axis.tolist(), repeat=dims)]
+    settings = {"steps": steps, "span": float(span), "seed": seed, "dims": dims, "biases": biases}
+    store = None if file is None else GridFile(Path(file), fingerprint(model, plane, settings), steps**dims)
+    with reporting("landscape", progress, steps**dims) as tell, kept(model, seed) as reset:
+        evaluate = partial(_evaluate, model, loss, plane, reset)
+        if store is not None:
+            store.begin(evaluate((0.0,) * dims))
+        found = {} if store is None else store.points
+        tell(len(found))
+        for i, point in enumerate(product(axis.tolist(), repeat=dims)):
+            if i not in found:
+                found[i] = evaluate(point)
+                if store is not None:
+                    store.append(i)
+                tell(len(found))
+    values, converged = zip(*(found[i] for i in range(steps**dims)), strict=True)
     shape = [steps] * dims
-    values, converged = zip(*points, strict=True)
     return Landscape(axis, torch.tensor(values, dtype=torch.float64).view(shape), torch.tensor(converged).view(shape), seed, span)
 
 
-def _check(model: nn.Module, steps: int, span: float, seed: int, dims: int) -> None:
+def _check(model: nn.Module, steps: int, span: float, seed: int, dims: int, biases: str) -> None:
     check_instance("landscape", "model", model, nn.Module, "an nn.Module")
     check_integer("landscape", "steps", steps, 2)
     check_number("landscape", "span", span, 0.0, open_low=True)
     check_integer("landscape", "seed", seed, 0)
     if dims not in (1, 2):
         raise ValueError(invalid("landscape", "dims", "1 or 2", dims))
+    if biases not in get_args(Biases):
+        raise ValueError(invalid("landscape", "biases", "'fixed' or 'scaled'", biases))
     check_finite(model, model.named_parameters())
-
-
-@contextmanager
-def _kept(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
-    """Gives a function that puts parameters, buffers and modes back as they are now, and random numbers to the seed.
-
-    At the end it is called in any case, and the random numbers outside go on as if nothing had been drawn.
-    Values are written through `.data`, which leaves the version counters alone: a graph built before can still be differentiated.
-    """
-    modes = [(part, part.training) for part in model.modules()]
-    buffers = [(part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items()]
-    values = [(tensor, tensor.detach().clone()) for tensor in [*model.parameters(), *model.buffers()]]
-
-    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    generators = [torch.default_generator, *(torch.cuda.default_generators[device] for device in devices)]
-
-    def reset() -> None:
-        for generator in generators:
-            generator.manual_seed(seed)
-        for part, training in modes:
-            part.training = training
-        for part, name, buffer in buffers:
-            part._buffers[name] = buffer  # a forward pass may have put another tensor in its place
-        for tensor, value in values:
-            tensor.data.copy_(value)
-
-    with torch.random.fork_rng(devices):
-        try:
-            yield reset
-        finally:
-            reset()
 
 
 def _evaluate(
     model: nn.Module,
     loss: Loss,
     plane: dict[str, tuple[Tensor, ...]],
-    point: tuple[float, ...],
     reset: Callable[[], None],
-) -> tuple[float, bool]:
+    point: tuple[float, ...],
+) -> Point:
     """The loss at one point, and whether all that was solved for it converged."""
     reset()
     for name, parts in plane.items():
@@ -140,7 +150,7 @@ def _evaluate(
             value = _number(loss(model))
         except ConvergenceError:
             return math.nan, False
-    return value, not failed
+    return (math.nan if math.isnan(value) else value), not failed  # one NaN of the many, as a file gives it back
 
 
 def _number(value: Tensor | float) -> float:

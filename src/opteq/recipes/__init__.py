@@ -3,6 +3,7 @@
 from opteq.recipes.certified import certificate_json, log_monitor, train_certified, trained_json
 from opteq.recipes.data import Data
 from opteq.recipes.fields import RecipeError
+from opteq.recipes.inputs import sample
 from opteq.recipes.kinds import Deep, Dense, Gaussian, Monotone, MonotoneConv, Repeat, Residual, ScaledRelu, Wide
 from opteq.recipes.others import Fcn, FeedForward, MdeqSmall, Multiscale, Ode, OpteqMid, OpteqSmall, Segmenter
 from opteq.recipes.recipe import KINDS, Model, Recipe, build, load_model, load_stages, probe, run, write_statement
@@ -41,6 +42,7 @@ __all__ = [
     "log_monitor",
     "probe",
     "run",
+    "sample",
     "statement",
     "train_certified",
     "trained_json",

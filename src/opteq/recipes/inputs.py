@@ -9,7 +9,7 @@ from opteq.models import Classifier, Readout, Standardize
 from opteq.models.readout import tight_stop
 from opteq.recipes.solving import Solve
 
-__all__ = ["features", "images", "labels", "standardization", "unstandardized", "vectors"]
+__all__ = ["features", "images", "labels", "sample", "standardization", "unstandardized", "vectors"]
 
 _ENOUGH, _LARGEST = 10_000, 2**25  # samples, and numbers in all, for the mean and the deviation of a channel
 
@@ -60,3 +60,9 @@ def unstandardized(dataset: Dataset) -> Standardize:
     """A layer of that shape that does nothing yet."""
     like = torch.zeros(dataset.train.x.shape[1], dtype=dataset.train.x.dtype)
     return Standardize(like, like + 1)
+
+
+def sample(dataset: Dataset, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """So many training samples, drawn at random but always the same."""
+    rows = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(seed))[:count]
+    return dataset.train.x[rows], dataset.train.y[rows]
