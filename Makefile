@@ -5,17 +5,22 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage lint types verify bench docs clean
+.PHONY: help demo test unit coverage lint types test-browser verify bench docs clean
 
 help:  ## List the targets.
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
 demo: .venv/.installed  ## Run the demonstration.
 	$(BIN)/python examples/demo.py
 
+test: lint types unit  ## Run every check but those in a browser: style, imports, types, tests.
+
 # One thread a worker: the two pytest workers then share two cores without fighting for them.
-test: lint types  ## Run every check: style, imports, types, tests.
+unit: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-browser: .venv/.browser .venv/.installed  ## Open reports in Chromium, which is installed where it is missing.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -n 0 tests/browser
 
 coverage: .venv/.installed  ## Run the tests and say which lines and branches they miss; fails below 95%.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
@@ -45,6 +50,10 @@ clean:  ## Remove .venv and everything that was built.
 	@echo "installing opteq and its tools into .venv"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/.browser: tests/browser/setup.sh
+	@tests/browser/setup.sh .venv/axe
 	@touch $@
 
 .venv/.docs .venv/.bench: .venv/.%: .venv/.installed

@@ -1,5 +1,6 @@
-"""Reports: run folders as one HTML page that needs nothing else, neither a network nor JavaScript."""
+"""Reports: run folders as one HTML page that needs nothing else; or served, while the runs go on."""
 
 from opteq.report.page import write
+from opteq.report.serve import Server, serve
 
-__all__ = ["write"]
+__all__ = ["Server", "serve", "write"]

@@ -1,48 +1,22 @@
-"""Curves of metrics: taken from rows, thinned so that spikes and gaps stay."""
-
-from dataclasses import dataclass
-from typing import Any
+"""Thinning curves so that spikes and gaps stay."""
 
 import numpy as np
 import numpy.typing as npt
 
-from opteq.report.reading import Row, number
+from opteq.diagnostics.panels import Curve
 
-__all__ = ["Curve", "curve", "thinned"]
+__all__ = ["finite", "thinned"]
 
 Array = npt.NDArray[np.float64]
-POINTS = 300  # of a curve, about
 
 
-@dataclass(frozen=True, eq=False)
-class Curve:
-    """y over the steps x; NaN is a gap."""
-
-    x: Array
-    y: Array
-
-    @property
-    def finite(self) -> Array:
-        """The values without gaps."""
-        values: Array = self.y[np.isfinite(self.y)]
-        return values
+def finite(values: Array) -> Array:
+    """The values without gaps."""
+    kept: Array = values[np.isfinite(values)]
+    return kept
 
 
-def curve(rows: list[Row], key: str, index: int | None = None) -> Curve | None:
-    """The values under the key (or of its list, at the index) over "step"; None without a single number."""
-    points = [(number(row.get("step")), number(_at(row.get(key), index))) for row in rows if key in row]
-    x = np.array([step for step, _ in points if step is not None], dtype=float)
-    y = np.array([np.nan if value is None else value for step, value in points if step is not None], dtype=float)
-    return thinned(Curve(x, y)) if np.isfinite(y).any() else None
-
-
-def _at(value: Any, index: int | None) -> Any:
-    if index is None:
-        return value
-    return value[index] if isinstance(value, list) and index < len(value) else None
-
-
-def thinned(whole: Curve, points: int = POINTS) -> Curve:
+def thinned(whole: Curve, points: int) -> Curve:
     """The least and the largest of each of points/2 stretches, a gap where one held none or was cut, the first and the last."""
     if len(whole.x) <= points:
         return whole
@@ -54,4 +28,4 @@ def thinned(whole: Curve, points: int = POINTS) -> Curve:
         if len(gaps) < len(stretch):
             kept.update((int(stretch[np.nanargmin(y)]), int(stretch[np.nanargmax(y)])))
     chosen = np.array(sorted(kept))
-    return Curve(whole.x[chosen], whole.y[chosen])
+    return Curve(whole.label, whole.x[chosen], whole.y[chosen])

@@ -1,129 +1,186 @@
-"""The figures of a report: matplotlib draws them, the page colours them, so that they suit light and dark."""
+"""The charts of what was measured over the steps of a training."""
 
-import io
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from opteq.diagnostics.panels import Panel, Series
-from opteq.report.curves import Curve, curve
-from opteq.report.reading import Row, RunData, number
-from opteq.report.svg import COLOURS, GRID, INK, for_page
+from opteq.diagnostics.panels import Curve, Panel, Series, number, series_curves
+from opteq.report.charts import LOG_RATIO, Chart, Key, Trace, as_svg, axis, colour, drawing, listed
+from opteq.report.curves import finite, thinned
+from opteq.report.reading import Row, RunData
+from opteq.report.svg import COLOURS, INK
+from opteq.report.text import clean, for_plot, short
 from opteq.report.words import figure_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-__all__ = ["Drawing", "drawings"]
+__all__ = ["curve_charts"]
 
-EVENTS_DRAWN, CURVES_DESCRIBED, LAYERS_DRAWN = 20, 8, 50
-MARKED = 40  # a curve of no more points has markers: it may be a single one
-LOG_RATIO = 20.0  # above this ratio of the largest to the least value, a logarithmic axis
-STYLE: Final[dict[Any, Any]] = {
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.7,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 3.5,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "opteq",  # the same file at every run
-}
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure as an SVG element for the page."""
-
-    title: str
-    svg: str
+EVENTS_DRAWN, CURVES_DESCRIBED, NAMED = 20, 8, 8
+MARKED = 40  # a curve of no more points has markers
+STATIC, LIVE = (300, 3_000), (1_500, 9_000)  # points of a curve, and of a chart: the page must stay small
+# of a logarithmic axis, up to a ratio of the largest to the least value: beyond, plotly knows
+TICKS: Final[tuple[tuple[float, dict[str, Any]], ...]] = ((150, {"dtick": "D2", "tickformat": "~g"}), (1e8, {"dtick": 1}))
+DASHES: Final = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """One curve of a panel: of which run, and which of its series."""
+    """One curve of a panel: of which run, and which of its series; `place` among the lines of its run."""
 
     run: int
-    series: int
+    series: Series
+    place: int
     curve: Curve
 
 
-def drawings(panels: tuple[Panel, ...], runs: list[RunData]) -> list[Drawing]:
+def curve_charts(panels: tuple[Panel, ...], runs: list[RunData]) -> list[Chart]:
     """The panels for which there is a number to draw."""
     found = [(panel, _lines(panel, runs)) for panel in panels]
-    return [_drawing(panel, lines, runs) for panel, lines in found if lines]
+    return [_chart(panel, lines, runs) for panel, lines in found if lines]
 
 
 def _lines(panel: Panel, runs: list[RunData]) -> list[Line]:
-    return [
-        Line(run, place, found)
-        for run in range(len(runs))
-        for place, series in enumerate(panel.series)
-        for found in _curves(runs[run], series)
-    ]
+    lines = []
+    for place, run in enumerate(runs):
+        found = [(series, curve) for series in panel.series for curve in series_curves(run.rows, series)]
+        lines += [Line(place, series, at, curve) for at, (series, curve) in enumerate(found)]
+    return lines
 
 
-def _curves(run: RunData, series: Series) -> list[Curve]:
-    """One curve; of a metric that is a list, one for each place."""
-    rows = run.steps if series.kind == "step" else run.epochs
-    places = max((len(row[series.key]) for row in rows if isinstance(row.get(series.key), list)), default=0)
-    indices = [None, *range(min(places, LAYERS_DRAWN))]
-    return [found for index in indices if (found := curve(rows, series.key, index)) is not None]
+def _fewer(lines: list[Line], limits: tuple[int, int]) -> list[Line]:
+    points = max(40, min(limits[0], limits[1] // len(lines)))
+    return [Line(line.run, line.series, line.place, thinned(line.curve, points)) for line in lines]
 
 
-def _drawing(panel: Panel, lines: list[Line], runs: list[RunData]) -> Drawing:
-    from matplotlib import rc_context
+def _chart(panel: Panel, lines: list[Line], runs: list[RunData]) -> Chart:
+    words = [f"{runs[line.run].name}, {line.curve.label}: {_in_words(line.curve)}" for line in lines]
+    described = clean(f"{panel.title} over training steps. {'; '.join(words[:CURVES_DESCRIBED])}.")
+    log = panel.scale == "log" and _is_wide(lines)
+    live = _fewer(lines, LIVE)
+    return Chart(
+        name=re.sub(r"[^a-z]+", "-", panel.title.lower()),
+        title=panel.title,
+        described=described,
+        svg=_static(panel, _fewer(lines, STATIC), runs, log, described),
+        traces=[_trace(panel, line, runs) for line in live],
+        layout=_layout(panel, lines, log, [] if len(runs) > 1 else runs[0].events),
+        runs=[line.run for line in live],
+        legend=_legend(lines, len(runs) > 1),
+    )
 
-    file = io.StringIO()
-    with rc_context(STYLE):
-        _draw(panel, lines, runs).savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    words = [f"{runs[line.run].name}, {panel.series[line.series].label}: {_in_words(line.curve)}" for line in lines]
-    described = f"{panel.title} over training steps. {'; '.join(words[:CURVES_DESCRIBED])}."
-    return Drawing(panel.title, for_page(file.getvalue(), described))
+
+def _in_words(curve: Curve) -> str:
+    values = finite(curve.y)
+    return f"from {figure_text(float(values[0]))} to {figure_text(float(values[-1]))}"
 
 
-def _in_words(found: Curve) -> str:
-    return f"from {figure_text(float(found.finite[0]))} to {figure_text(float(found.finite[-1]))}"
+def _is_wide(lines: list[Line]) -> bool:
+    low, high = _ends(lines)
+    return bool(low > 0 and high / LOG_RATIO > low)
 
 
-def _draw(panel: Panel, lines: list[Line], runs: list[RunData]) -> "Figure":
-    """Several runs have a colour each, which the page explains; the lines of a single one are coloured by what they are."""
-    from matplotlib.figure import Figure
+def _marked(curve: Curve) -> bool:
+    """Whether its points are marked: of few points, or many gaps, some may have no line."""
+    return len(curve.x) <= MARKED or len(finite(curve.y)) < 0.9 * len(curve.y)
 
-    several = len(runs) > 1
-    figure = Figure(figsize=(4.3, 2.8), layout="constrained")
-    axes = figure.subplots()
+
+def _palette(line: Line, several: bool) -> int:
+    """Several runs have a colour each, which the page explains; the lines of a single one are told apart by it."""
+    return line.run if several else line.place
+
+
+# --- for plotly -----------------------------------------------------------------------------------------------------------------
+
+
+def _trace(panel: Panel, line: Line, runs: list[RunData]) -> Trace:
+    several, curve = len(runs) > 1, line.curve
+    label = clean(f"{runs[line.run].name}, {curve.label}") if several else curve.label
+    value = "%{y:.2%}" if panel.scale == "share" else "%{y:.5~g}"
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if _marked(curve) else "lines",
+        "name": for_plot(label),
+        "hovertemplate": f"%{{fullData.name}}<br>step %{{x:,}}: <b>{value}</b><extra></extra>",
+        "x": listed(curve.x, 12),
+        "y": listed(curve.y),
+        "line": {
+            "color": colour(_palette(line, several)),
+            "dash": DASHES[line.series.line],
+            "width": 1.2 if line.series.faint else 2,
+        },
+        "marker": {"size": 5 if len(curve.x) <= MARKED else 3},
+        "opacity": 0.65 if line.series.faint else 1,
+        "legendgroup": line.series.label if several else str(line.place),
+    }
+
+
+def _legend(lines: list[Line], several: bool) -> list[Key]:
+    """Of several runs it says what each style of line is, for the page says their colours; of one, what each line is."""
+    found = {}
     for line in lines:
-        series, colour = panel.series[line.series], COLOURS[(line.run if several else line.series) % len(COLOURS)]
-        marker = "o" if len(line.curve.finite) <= MARKED else ""
-        axes.plot(line.curve.x, line.curve.y, color=colour, marker=marker, **_look(series))
-    _scale(axes, panel, [line.curve for line in lines])
-    _mark(axes, [] if several else runs[0].events)
-    _legend(axes, {line.series: panel.series[line.series] for line in lines}, several)
-    return figure
+        group, label = (line.series.label,) * 2 if several else (str(line.place), clean(line.curve.label))
+        found[group] = Key(group, label, "var(--ink)" if several else colour(line.place), _sample(line.series))
+    return list(found.values()) if 1 < len(found) <= NAMED else []
+
+
+def _sample(series: Series) -> str:
+    return DASHES[series.line] + (" faint" if series.faint else "")
+
+
+def _layout(panel: Panel, lines: list[Line], log: bool, events: list[Row]) -> dict[str, Any]:
+    low, high = _ends(lines)
+    scale: dict[str, Any] = {"rangemode": "tozero"} if panel.scale == "zero" else {}
+    if log:
+        scale = {"type": "log", **next((ticks for ratio, ticks in TICKS if high / ratio < low), {})}
+    if panel.scale == "share":
+        low = min(low, 0.98) if high > 0.98 else low  # a share that is always 100% is not to fill the chart with noise
+        room = max(0.05 * (high - low), 0.002)
+        top = max(high, min(high + room, 1.002))  # no ticks above 100%
+        scale = {"tickformat": ".0%" if high - low > 0.05 else ".1%", "range": listed([low - room, top])}
+    marks = [
+        {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "var(--soft)", "dash": "dot"}}
+        for event in events[:EVENTS_DRAWN]
+        if (step := number(event.get("step"))) is not None
+    ]
+    return {"xaxis": axis("step"), "yaxis": scale, "shapes": marks}
+
+
+def _ends(lines: list[Line]) -> tuple[float, float]:
+    """The least and the largest value."""
+    return min(float(finite(line.curve.y).min()) for line in lines), max(float(finite(line.curve.y).max()) for line in lines)
+
+
+# --- for paper ------------------------------------------------------------------------------------------------------------------
+
+
+def _static(panel: Panel, lines: list[Line], runs: list[RunData], log: bool, described: str) -> str:
+    several = len(runs) > 1
+    with drawing((4.3, 2.8)) as figure:
+        axes = figure.subplots()
+        for line in lines:
+            shade, marker = COLOURS[_palette(line, several) % len(COLOURS)], "o" if _marked(line.curve) else ""
+            axes.plot(line.curve.x, line.curve.y, color=shade, marker=marker, **_look(line.series))
+        _scale(axes, panel, lines, log)
+        for event in [] if several else runs[0].events[:EVENTS_DRAWN]:
+            if (step := number(event.get("step"))) is not None:
+                axes.axvline(step, color=INK, linewidth=0.8, linestyle=":")
+        _static_legend(axes, lines, several)
+        return as_svg(figure, described)
 
 
 def _look(series: Series) -> dict[str, Any]:
     return {"linestyle": series.line, "linewidth": 0.9 if series.faint else 1.6, "alpha": 0.6 if series.faint else 1.0}
 
 
-def _scale(axes: "Axes", panel: Panel, curves: list[Curve]) -> None:
+def _scale(axes: "Axes", panel: Panel, lines: list[Line], log: bool) -> None:
     from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
-    low, high = min(found.finite.min() for found in curves), max(found.finite.max() for found in curves)
+    low, high = _ends(lines)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    if panel.scale == "log" and low > 0 and high / LOG_RATIO > low:
+    if log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -134,19 +191,14 @@ def _scale(axes: "Axes", panel: Panel, curves: list[Curve]) -> None:
         axes.set_ylim(top=max(high, min(axes.get_ylim()[1], 1.005)))  # no ticks above 100%
 
 
-def _mark(axes: "Axes", events: list[Row]) -> None:
-    """A dotted line at each event."""
-    for event in events[:EVENTS_DRAWN]:
-        if (step := number(event.get("step"))) is not None:
-            axes.axvline(step, color=INK, linewidth=0.8, linestyle=":")
-
-
-def _legend(axes: "Axes", shown: dict[int, Series], several: bool) -> None:
+def _static_legend(axes: "Axes", lines: list[Line], several: bool) -> None:
     from matplotlib.lines import Line2D
 
+    shown = {line.series.label if several else line.curve.label: line for line in lines}
     handles = [
-        Line2D([], [], color=INK if several else COLOURS[place], label=series.label, **_look(series))
-        for place, series in sorted(shown.items())
+        Line2D([], [], color=INK if several else COLOURS[at % len(COLOURS)], label=short(clean(label)), **_look(line.series))
+        for at, (label, line) in enumerate(shown.items())
     ]
-    if len(handles) > 1:
-        axes.figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), handlelength=1.6, columnspacing=1.2)
+    columns = min(3, len(handles))
+    if 1 < len(handles) <= NAMED:
+        axes.figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=1.6, columnspacing=1.2)

@@ -1,29 +1,38 @@
 """The page: what was run, what came of it, and what it means."""
 
-import re
+import base64
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from opteq import __version__
 from opteq.checks import invalid
-from opteq.diagnostics.panels import METRICS, SOLVER
-from opteq.report.figures import drawings
-from opteq.report.reading import RunData, entries, read_all
-from opteq.report.tables import Table, conditions, events, facts, parameters, results
-from opteq.report.words import certificate_words, figure_text, remedies, training_words, verdict
+from opteq.diagnostics.panels import METRICS, SOLVER, THEORY
+from opteq.report.charts import Chart
+from opteq.report.figures import curve_charts
+from opteq.report.formulas import drawn
+from opteq.report.landscapes import landscape_charts
+from opteq.report.reading import RunData, entries, read_all, shown
+from opteq.report.residuals import residual_charts
+from opteq.report.spectra import hessian_charts, jacobian_charts
+from opteq.report.tables import Table, conditions, events, facts, parameters, requirements, results
+from opteq.report.text import clean, to_json
+from opteq.report.trajectories import trajectory_charts
+from opteq.report.words import certificate_words, convexity_words, figure_text, remedies, training_words, verdict
 from opteq.runs import write_atomic
 
-__all__ = ["write"]
+__all__ = ["render", "write"]
 
 
 def write(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Write the report of one or more run folders as a single HTML file, and return where it is.
 
-    `out`: a file, or a folder for report.html; by default the first run's. The file needs no network and no JavaScript; it suits
-    phones, light and dark screens, and paper. A folder without a run is a RunError; what is missing in a run is left out, and
-    what is damaged noted.
+    `out`: a file, or a folder for report.html; by default the first run's. The file needs no network; it suits phones, light and
+    dark screens, and paper; without JavaScript its figures stand still. A folder without a run is a RunError; what is missing in
+    a run is left out, and what is damaged noted.
     """
     if isinstance(folders, (str, Path)):
         raise TypeError(invalid("report.write", "folders", "a list of run folders", folders))
@@ -34,13 +43,13 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
     target = target / "report.html" if target.is_dir() else target
     page = render(read_all(paths))
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(target, page.encode(errors="replace"))  # JSON may hold half a surrogate pair
+    write_atomic(target, page.encode())
     return target
 
 
 @dataclass(frozen=True)
 class Certified:
-    """The section of one certificate."""
+    """The part of one certificate."""
 
     run: str
     theorem: str
@@ -51,28 +60,76 @@ class Certified:
     text: str
 
 
-def render(runs: list[RunData]) -> str:
-    """The page as a text."""
-    jinja2 = _jinja2()
-    loader = jinja2.PackageLoader("opteq.report")
+@dataclass(frozen=True)
+class Stated:
+    """The problem that one network solves."""
+
+    run: str
+    text: str
+    formula: list[str]
+    convexity: str
+    table: Table | None
+
+
+def render(runs: list[RunData], live: bool = False) -> str:
+    """The page as a text. A live one may fetch from where it came, and asks there for its next version."""
+    jinja2, plotly = _libraries()
     strict = jinja2.StrictUndefined
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("opteq.report"), autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True
+    )
+    content = _content(runs)
+    scripts = {name: _script(f"{name}.js") for name in ("theme", "report", *(["live"] if live else []))}
     page: str = environment.get_template("report.html.jinja").render(
+        **content,
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         version=__version__,
         runs=runs,
-        verdicts=[(run.name, verdict(run)) for run in runs],
-        results=results(runs),
-        configuration=facts("Configuration", runs, lambda run: run.config),
-        environment=facts("Environment", runs, lambda run: run.environment),
-        metrics=drawings(METRICS, runs),
-        solver=drawings(SOLVER, runs),
-        events=[table for run in runs if (table := events(run)) is not None],
-        parameters=parameters(runs),
-        problems=[(run.name, run.problem) for run in runs if run.problem],
-        certificates=[_certified(run) for run in runs if run.certificate],
+        data=to_json(_data(content)),
+        scripts=scripts,
+        policy=_policy([*scripts.values(), plotly], live),
     )
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", page)  # not allowed in HTML
+    return clean(page).replace("<!-- plotly -->", f'<script type="text/plain" id="plotly">{plotly}</script>', 1)
+
+
+def _content(runs: list[RunData]) -> dict[str, Any]:
+    return {
+        "verdicts": [(run.name, verdict(run)) for run in runs],
+        "results": results(runs),
+        "configuration": facts("Configuration", runs, lambda run: run.config),
+        "environment": facts("Environment", runs, lambda run: run.environment),
+        "parameters": parameters(runs),
+        "events": [table for run in runs if (table := events(run)) is not None],
+        "problems": _merged([_stated(run) for run in runs if run.problem]),
+        "certificates": [_certified(run) for run in runs if run.certificate],
+        "metrics": curve_charts(METRICS, runs),
+        "solver": curve_charts(SOLVER, runs),
+        "equilibria": [*residual_charts(runs), *jacobian_charts(runs)],
+        "theory": curve_charts(THEORY, runs),
+        "landscapes": [*landscape_charts(runs), *hessian_charts(runs)],
+        "trajectories": _by_run(trajectory_charts(runs), runs),
+    }
+
+
+def _by_run(charts: list[Chart], runs: list[RunData]) -> list[tuple[str, list[Chart]]]:
+    found = [(run.name, [chart for chart in charts if chart.name.split("-")[1] == str(place)]) for place, run in enumerate(runs)]
+    return [(name, part) for name, part in found if part]
+
+
+def _data(content: dict[str, Any]) -> dict[str, Any]:
+    """What the script draws, by the id of the figure."""
+    charts = [chart for name in ("metrics", "solver", "equilibria", "theory", "landscapes") for chart in content[name]]
+    charts += [chart for _, part in content["trajectories"] for chart in part]
+    return {
+        f"chart-{chart.name}": {
+            "data": chart.traces,
+            "layout": chart.layout,
+            "runs": list(chart.runs),
+            "legend": [asdict(key) for key in chart.legend],
+            "described": chart.described,
+        }
+        for chart in charts
+    }
 
 
 def _certified(run: RunData) -> Certified:
@@ -88,10 +145,46 @@ def _certified(run: RunData) -> Certified:
     )
 
 
-def _jinja2() -> ModuleType:
+def _stated(run: RunData) -> Stated:
+    text, latex = run.problem.get("text"), run.problem.get("latex")
+    return Stated(
+        run=run.name,
+        text=text if isinstance(text, str) else shown(text),
+        formula=drawn(latex) if isinstance(latex, str) else [],
+        convexity=convexity_words(run.problem),
+        table=requirements(run.problem),
+    )
+
+
+def _merged(problems: list[Stated]) -> list[Stated]:
+    """What is the same for several runs once, for all of them."""
+    found: dict[str, list[Stated]] = {}
+    for part in problems:
+        found.setdefault(repr(replace(part, run="")), []).append(part)
+    return [replace(parts[0], run=", ".join(part.run for part in parts)) for parts in found.values()]
+
+
+def _script(name: str) -> str:
+    return (files("opteq.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: list[str], live: bool) -> str:
+    """Only these scripts run, and nothing is fetched; plotly sets styles, and makes images to be saved."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    source = "'self'" if live else "'none'"
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; connect-src {source}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _libraries() -> tuple[Any, str]:
+    """jinja2, and plotly's script."""
     try:
         import jinja2
         import matplotlib  # noqa: F401 - the figures need it
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError(f"A report needs {error.name}: pip install 'opteq[report]'.") from error
-    return jinja2
+    return jinja2, get_plotlyjs()

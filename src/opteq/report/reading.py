@@ -7,29 +7,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from opteq.report.findings import Findings, read_findings
 from opteq.runs import Run, RunError
 
-__all__ = ["Row", "RunData", "entries", "flattened", "number", "read_all", "rows_of"]
+__all__ = ["Row", "RunData", "entries", "flattened", "read_all", "rows_of", "shown"]
 
 Row: TypeAlias = dict[str, Any]
 LONGEST = 300  # characters of a value that are shown
-DRAWABLE = 1e100  # larger values are taken for infinite: axes overflow
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run. `steps`, `epochs` and `events` are the rows of its metrics; what is missing is empty."""
+    """One run. `steps`, `epochs`, `monitors` and `events` are the rows of its metrics; what is missing is empty."""
 
     name: str
     config: dict[str, str]
     environment: dict[str, str]
     steps: list[Row]
     epochs: list[Row]
+    monitors: list[Row]
     events: list[Row]
     result: Row
     certificate: Row
-    problem: str
+    problem: Row
+    findings: Findings
     notes: list[str]
+
+    @property
+    def rows(self) -> list[Row]:
+        """All that has been measured."""
+        return [*self.steps, *self.epochs, *self.monitors]
 
 
 def read_all(folders: Sequence[Path]) -> list[RunData]:
@@ -42,24 +49,26 @@ def read_all(folders: Sequence[Path]) -> list[RunData]:
 def _read(folder: Path, name: str) -> RunData:
     run, notes = Run.read(folder), list[str]()
     metrics = _noting(notes, run.metrics, [])
-    rows = {kind: [row for row in metrics if row.get("kind") == kind] for kind in ("step", "epoch", "event")}
+    rows = {kind: [row for row in metrics if row.get("kind") == kind] for kind in ("step", "epoch", "monitor", "event")}
     files = {part: _noting(notes, lambda part=part: run.read_json(f"{part}.json"), None) for part in _FILES}  # type: ignore[misc]
-    problem = _noting(notes, lambda: _text(folder / "problem.txt"), "")
+    text = _noting(notes, lambda: _text(folder / "problem.txt"), "").strip()
     return RunData(
         name=name,
         config=flattened(run.config),
         environment=flattened(files["environment"]),
         steps=rows["step"],
         epochs=rows["epoch"],
+        monitors=rows["monitor"],
         events=rows["event"],
         result=entries(files["result"]),
         certificate=entries(files["certificate"]),
-        problem=problem.strip(),
+        problem=entries(files["problem"]) or ({"text": text} if text else {}),
+        findings=read_findings(folder, lambda read, otherwise: _noting(notes, read, otherwise)),
         notes=notes,
     )
 
 
-_FILES = ("environment", "result", "certificate")
+_FILES = ("environment", "result", "certificate", "problem")
 
 
 def _noting(notes: list[str], read: Callable[[], Any], otherwise: Any) -> Any:
@@ -73,13 +82,6 @@ def _noting(notes: list[str], read: Callable[[], Any], otherwise: Any) -> Any:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def number(value: Any) -> float | None:
-    """The value if it is a number that can be drawn; else None: null, NaN, infinity, text."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < DRAWABLE:
-        return None
-    return float(value)
 
 
 def entries(value: Any) -> Row:

@@ -8,7 +8,7 @@ __all__ = ["COLOURS", "GRID", "INK", "for_page"]
 
 # Stand-ins, for matplotlib knows no variables: the page's style says what they look like in light and in dark.
 INK, GRID = "#fe0100", "#fe0200"
-COLOURS = tuple(f"#fe03{index:02x}" for index in range(8))
+COLOURS = tuple(f"#fe03{index:02x}" for index in range(10))
 _VARIABLES = {INK: "currentColor", GRID: "var(--rule)"} | {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)}
 _HREF = "{http://www.w3.org/1999/xlink}href"
 
@@ -33,8 +33,8 @@ def for_page(svg: str, described: str) -> str:
 def _references(root: ElementTree.Element) -> set[str]:
     """The ids that are used."""
     links = {element.get(_HREF, "")[1:] for element in root.iter()}
-    clips = {match[1] for element in root.iter() if (match := re.fullmatch(r"url\(#(.*)\)", element.get("clip-path", "")))}
-    return links | clips
+    looks = (element.get("clip-path", "") + element.get("style", "") for element in root.iter())
+    return links | {name for look in looks for name in re.findall(r"url\(#([^)]*)\)", look)}
 
 
 def _prune(parent: ElementTree.Element) -> None:
@@ -57,9 +57,10 @@ def _adapt(element: ElementTree.Element, used: set[str], prefix: str) -> None:
     if (name := element.attrib.pop("id", None)) in used:
         element.set("id", f"{prefix}{name}")
     if (style := element.get("style")) is not None:
-        element.set("style", _page_style(style))
-    if (path := element.get("d")) is not None:
-        element.set("d", re.sub(r"(\.\d\d)\d+", r"\1", " ".join(path.split())))  # hundredths of a pixel are enough
+        element.set("style", _page_style(style).replace("url(#", f"url(#{prefix}"))
+    for name in ("d", "x", "y", "width", "height", "transform"):
+        if (numbers := element.get(name)) is not None:
+            element.set(name, re.sub(r"(\.\d\d)\d+", r"\1", " ".join(numbers.split())))  # hundredths of a pixel are enough
 
 
 def _page_style(style: str) -> str:

@@ -1,10 +1,12 @@
 """The tables of a report: one row a quantity, one column a run, so that runs stand side by side."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opteq.report.reading import Row, RunData, entries, number, rows_of
+from opteq.diagnostics.panels import number
+from opteq.report.reading import Row, RunData, entries, rows_of
+from opteq.report.text import short
 from opteq.report.words import (
     EVENTS,
     MISSING,
@@ -17,7 +19,7 @@ from opteq.report.words import (
     percent,
 )
 
-__all__ = ["Line", "Table", "conditions", "events", "facts", "parameters", "results"]
+__all__ = ["Line", "Table", "conditions", "events", "facts", "parameters", "requirements", "results"]
 
 EVENTS_SHOWN = 100
 
@@ -41,13 +43,18 @@ class Table:
     note: str = ""
 
 
+def _line(head: str, cells: Iterable[str]) -> Line:
+    """A row with one cell for each run."""
+    found = tuple(cells)
+    return Line(head, found, differs=len(set(found)) > 1)
+
+
 def facts(caption: str, runs: Sequence[RunData], of: Callable[[RunData], dict[str, str]]) -> Table:
     """A text for every key that any run has."""
     found = [of(run) for run in runs]
     keys = dict.fromkeys(key for part in found for key in part)
-    rows = [(key, tuple(part.get(key, MISSING) for part in found)) for key in keys]
-    lines = tuple(Line(key, cells, differs=len(set(cells)) > 1) for key, cells in rows)
-    return Table(caption, ("setting", *(run.name for run in runs)), lines)
+    lines = tuple(_line(key, (part.get(key, MISSING) for part in found)) for key in keys)
+    return Table(caption, ("setting", *(short(run.name, 40) for run in runs)), lines)
 
 
 KNOWN = {"stopped", "steps", "epochs", "seconds", "parameters"}
@@ -70,9 +77,9 @@ def results(runs: Sequence[RunData]) -> Table:
         "parameters": lambda run: figure_text(_counts(run).get("total")),
         "certificate": lambda run: certificate_words(run.certificate).partition(":")[0] if run.certificate else MISSING,
     }
-    lines = [Line(head, tuple(cell(run) for run in runs)) for head, cell in rows.items()]
+    lines = [_line(head, (cell(run) for run in runs)) for head, cell in rows.items()]
     kept = tuple(line for line in [*lines, *_further(runs)] if set(line.cells) != {MISSING})
-    return Table("Results", ("quantity", *(run.name for run in runs)), kept)
+    return Table("Results", ("quantity", *(short(run.name, 40) for run in runs)), kept)
 
 
 def _further(runs: Sequence[RunData]) -> Iterator[Line]:
@@ -80,7 +87,7 @@ def _further(runs: Sequence[RunData]) -> Iterator[Line]:
     results = [{key: value for key, value in run.result.items() if not isinstance(value, dict)} for run in runs]
     for key in dict.fromkeys(key for result in results for key in result if key not in KNOWN):
         text = percent if key.endswith(("accuracy", "miou")) else figure_text
-        yield Line(key.replace("_", " "), tuple(text(result.get(key)) for result in results))
+        yield _line(key.replace("_", " "), (text(result.get(key)) for result in results))
 
 
 def _last(run: RunData, of_epoch: str, of_step: str) -> float | None:
@@ -103,8 +110,8 @@ def parameters(runs: Sequence[RunData]) -> Table | None:
     """The number of parameters of each part; the total comes last."""
     found = [_counts(run) for run in runs]
     keys = sorted(dict.fromkeys(key for part in found for key in part), key=lambda key: key == "total")
-    lines = tuple(Line(key, tuple(figure_text(part.get(key)) for part in found)) for key in keys)
-    return Table("Number of parameters", ("part", *(run.name for run in runs)), lines) if lines else None
+    lines = tuple(_line(key, (figure_text(part.get(key)) for part in found)) for key in keys)
+    return Table("Number of parameters", ("part", *(short(run.name, 40) for run in runs)), lines) if lines else None
 
 
 def events(run: RunData) -> Table | None:
@@ -125,14 +132,26 @@ def conditions(certificate: Row) -> Table | None:
     lines = tuple(
         Line(
             figure_text(row.get("name")),
-            (
-                *(figure_text(row.get(key)) for key in ("formula", "lhs", "rhs", "slack")),
-                condition_verdict(row),
-                figure_text(row.get("evidence")),
-            ),
+            (condition_verdict(row), *(figure_text(row.get(key)) for key in ("formula", "lhs", "rhs", "slack", "evidence"))),
             differs=condition_verdict(row) != "holds",
         )
         for row in rows_of(certificate.get("conditions"))
     )
-    heads = ("condition", "left ≥ right", "left", "right", "slack", "verdict", "evidence")
+    heads = ("condition", "verdict", "left ≥ right", "left", "right", "slack", "evidence")
     return Table("Conditions", heads, lines) if lines else None
+
+
+def requirements(problem: Row) -> Table | None:
+    """What a problem needs to be convex, and its iteration to converge."""
+    lines = tuple(
+        Line(
+            figure_text(row.get("name")),
+            (
+                condition_verdict({"holds": row.get("holds")}),
+                *(figure_text(row.get(key)) for key in ("lhs", "rhs", "evidence", "purpose")),
+            ),
+            differs=row.get("holds") is not True,
+        )
+        for row in rows_of(problem.get("requirements"))
+    )
+    return Table("Conditions", ("condition", "verdict", "left", "right", "evidence", "for"), lines) if lines else None

@@ -4,7 +4,8 @@ import math
 from collections import Counter
 from typing import Any
 
-from opteq.report.reading import Row, RunData, number, rows_of, shown
+from opteq.diagnostics.panels import number
+from opteq.report.reading import Row, RunData, rows_of, shown
 
 __all__ = [
     "EVENTS",
@@ -12,6 +13,7 @@ __all__ = [
     "best",
     "certificate_words",
     "condition_verdict",
+    "convexity_words",
     "duration",
     "figure_text",
     "last",
@@ -144,6 +146,13 @@ def condition_verdict(condition: Row) -> str:
     if slack is None:
         return "holds" if condition.get("slack") == math.inf else "not evaluated"
     return "holds" if slack >= 1 else "FAILS"
+
+
+def convexity_words(problem: Row) -> str:
+    """Whether the problem that a network solves is convex."""
+    if problem.get("convex") is True:
+        return "The problem is convex: all that this needs was shown to hold."
+    return "The problem was not shown to be convex." if problem.get("convex") is False else ""
 
 
 def remedies(certificate: Row) -> list[str]:

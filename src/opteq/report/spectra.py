@@ -1,0 +1,139 @@
+"""The charts of spectra: eigenvalues of the Jacobian at the equilibrium, and of the Hessian of the loss."""
+
+import numpy as np
+
+from opteq.report.charts import Chart, Trace, as_svg, axis, colour, drawing, listed
+from opteq.report.findings import Eigenvalues, Spectrum
+from opteq.report.reading import RunData
+from opteq.report.svg import COLOURS, INK
+from opteq.report.text import clean, for_plot, short
+from opteq.report.words import figure_text
+
+__all__ = ["hessian_charts", "jacobian_charts"]
+
+_X, _Y = np.cos(np.linspace(0, 2 * np.pi, 121)), np.sin(np.linspace(0, 2 * np.pi, 121))  # the unit circle
+
+
+def jacobian_charts(runs: list[RunData]) -> list[Chart]:
+    """The eigenvalues of all runs in the complex plane, with the unit circle; none without a run that has them."""
+    found = [(place, run.name, run.findings.jacobian) for place, run in enumerate(runs) if run.findings.jacobian is not None]
+    if not found:
+        return []
+    radii = "; ".join(f"{name}: the largest modulus is {figure_text(part.radius)}" for _, name, part in found)
+    described = clean(f"Eigenvalues of the Jacobian at the equilibrium. {radii}.")
+    parts = [(place, name, part) for place, name, part in found]
+    return [
+        Chart(
+            name="jacobian",
+            title="Eigenvalues of the Jacobian at the equilibrium",
+            described=described,
+            svg=_static_circle(parts, described),
+            traces=[_circle(), *(_points(*part) for part in parts)],
+            layout={
+                "xaxis": axis("real part", zeroline=True, constrain="domain"),
+                "yaxis": axis("imaginary part", zeroline=True, scaleanchor="x", constrain="domain"),
+            },
+            runs=[None, *(place for place, _, _ in parts)],
+            note=" ".join(_radius_words(name, part, len(runs) > 1) for _, name, part in parts),
+            shape="square",
+        )
+    ]
+
+
+def _radius_words(name: str, part: Spectrum, several: bool) -> str:
+    where = f"{short(name)}: spectral radius" if several else "Spectral radius"
+    inside = "inside the unit circle: near the equilibrium the iteration converges" if part.radius < 1 else "not below 1"
+    doubt = "" if part.converged.all() else f" {(~part.converged).sum():,} eigenvalues, with crosses, are not converged."
+    return f"{where} {figure_text(part.radius)}, {inside}.{doubt}"
+
+
+def _circle() -> Trace:
+    line = {"color": "var(--soft)", "width": 1.2, "dash": "dash"}
+    return {"type": "scatter", "mode": "lines", "x": listed(_X, 4), "y": listed(_Y, 4), "line": line, "hoverinfo": "skip"}
+
+
+def _points(place: int, name: str, part: Spectrum) -> Trace:
+    doubt = ["" if good else "<br>NOT converged" for good in part.converged]
+    symbols = ["circle" if good else "x" for good in part.converged]
+    modulus = np.hypot(part.real, part.imag)
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": for_plot(name),
+        "x": listed(part.real),
+        "y": listed(part.imag),
+        "customdata": [[for_plot(short(s)), figure_text(float(m)), d] for s, m, d in zip(part.sample, modulus, doubt, strict=True)],
+        "hovertemplate": "%{fullData.name}, sample %{customdata[0]}<br>modulus <b>%{customdata[1]}</b>%{customdata[2]}"
+        "<br>(%{x:.4~g}, %{y:.4~g})<extra></extra>",
+        "marker": {"color": colour(place), "size": 6, "opacity": 0.75, "symbol": symbols},
+    }
+
+
+def _static_circle(parts: list[tuple[int, str, Spectrum]], described: str) -> str:
+    with drawing((4.3, 3.6)) as figure:
+        axes = figure.subplots()
+        axes.plot(_X, _Y, color=INK, linestyle="--", linewidth=0.8)
+        for place, _, part in parts:
+            for marker, chosen in (("o", part.converged), ("x", ~part.converged)):
+                shade = COLOURS[place % len(COLOURS)]
+                axes.plot(part.real[chosen], part.imag[chosen], marker, color=shade, markersize=3.5, alpha=0.75)
+        axes.set(xlabel="real part", ylabel="imaginary part", aspect="equal")
+        return as_svg(figure, described)
+
+
+def hessian_charts(runs: list[RunData]) -> list[Chart]:
+    """The largest eigenvalues of the Hessian, in bars side by side."""
+    parts = [(place, run.name, run.findings.hessian) for place, run in enumerate(runs) if run.findings.hessian is not None]
+    if not parts:
+        return []
+    largest = "; ".join(f"{name}: the largest is {figure_text(float(part.value[0]))}" for _, name, part in parts)
+    described = clean(f"Eigenvalues of the Hessian of the loss. {largest}.")
+    doubtful = any(not part.converged.all() for _, _, part in parts)
+    return [
+        Chart(
+            name="hessian",
+            title="Largest eigenvalues of the Hessian",
+            described=described,
+            svg=_static_bars(parts, described),
+            traces=[_bars(*part) for part in parts],
+            layout={
+                "xaxis": axis("index, the largest first", dtick=1 if max(len(part.value) for _, _, part in parts) <= 20 else None),
+                "yaxis": axis("eigenvalue"),
+                "barmode": "group",
+            },
+            runs=[place for place, _, _ in parts],
+            note="Lines on the bars: bounds on the errors." + (" Pale bars are not converged." if doubtful else ""),
+        )
+    ]
+
+
+def _bars(place: int, name: str, part: Eigenvalues) -> Trace:
+    doubt = ["" if good else "<br>NOT converged" for good in part.converged]
+    return {
+        "type": "bar",
+        "x": list(range(1, len(part.value) + 1)),
+        "y": listed(part.value),
+        "name": for_plot(name),
+        "customdata": [[figure_text(float(e)), d] for e, d in zip(part.error, doubt, strict=True)],
+        "hovertemplate": "%{fullData.name}<br>eigenvalue %{x}: <b>%{y:.5~g}</b> ± %{customdata[0]}%{customdata[1]}<extra></extra>",
+        "error_y": {"type": "data", "array": listed(part.error), "color": "var(--ink)", "thickness": 1.2, "width": 3},
+        "marker": {"color": colour(place), "opacity": [1 if good else 0.4 for good in part.converged]},
+    }
+
+
+def _static_bars(parts: list[tuple[int, str, Eigenvalues]], described: str) -> str:
+    from matplotlib.ticker import MaxNLocator
+
+    width = 0.8 / len(parts)
+    with drawing((4.3, 2.8)) as figure:
+        axes = figure.subplots()
+        axes.grid(False, axis="x")
+        for at, (place, _, part) in enumerate(parts):
+            x = np.arange(1, len(part.value) + 1) - 0.4 + width * (at + 0.5)
+            shade = COLOURS[place % len(COLOURS)]
+            for good, alpha in ((part.converged, 1.0), (~part.converged, 0.4)):
+                axes.bar(x[good], part.value[good], width, color=shade, alpha=alpha)
+            axes.errorbar(x, part.value, part.error, fmt="none", ecolor=INK, elinewidth=0.8)
+        axes.set(xlabel="index, the largest first", ylabel="eigenvalue")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return as_svg(figure, described)
