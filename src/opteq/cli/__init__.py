@@ -29,7 +29,9 @@ COMMANDS = {
         "landscape", "Draw the loss around the weights of a run.", "opteq landscape runs/digits-deep-1 --steps 21"
     ),
     "diagnose": Command("diagnose", "Look into a trained run: solvers, iterates, spectra.", "opteq diagnose runs/digits-deep-1"),
-    "report": Command("report", "Write or serve run folders as one HTML page.", "opteq report runs/digits-deep-1 runs/digits-deep-2"),
+    "report": Command(
+        "report", "Write or serve run folders as one HTML page.", "opteq report runs/digits-deep-1 runs/digits-deep-2"
+    ),
     "bench": Command("bench", "Measure the library on this machine.", "opteq bench --rounds 3"),
     "data": Command("data", "List the data sets, or look at one.", "opteq data show digits"),
     "info": Command("info", "Versions and devices, for a bug report.", "opteq info"),
