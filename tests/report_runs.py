@@ -48,7 +48,10 @@ JACOBIAN, HESSIAN = "sample index real imag converged", "index eigenvalue error 
 MARKUP = "<script>window.hostile = 1</script><img src=x onerror='window.hostile = 2'>"
 
 
-def make(folder: Path, rows: Iterable[Any] | None = None, config: Any = CONFIG, **files: Any) -> Path:
+PLAIN = {"data": {"name": "digits"}, "model": {"width": 16, "channels": [8, 16]}, "train": {"lr": 0.1, "seed": None}}
+
+
+def make(folder: Path, rows: Iterable[Any] | None = None, config: Any = PLAIN, **files: Any) -> Path:
     """A run folder, written without the library. `files`: JSON by name; a text is written as it is."""
     folder.mkdir(parents=True)
     files = {"config": config, "environment": {"python": "3.11", "git": {"dirty": True}}, **files}

@@ -50,9 +50,10 @@ from opteq.report.words import (
 )
 from opteq.runs import RunError
 from opteq.theory import formulas
+from report_runs import PLAIN as CONFIG
+from report_runs import make
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
-CONFIG = {"data": {"name": "digits"}, "model": {"width": 16, "channels": [8, 16]}, "train": {"lr": 0.1, "seed": None}}
 CERTIFICATE = {
     "theorem": "Theorem 1",
     "holds": True,
@@ -104,17 +105,6 @@ EVENT = {
     "message": "loss is NaN at step 60",
     "action": "rolled back",
 }
-
-
-def make(folder: Path, rows: list[Any] | None = None, config: Any = CONFIG, **files: Any) -> Path:
-    """A run folder, written without the library. `files`: JSON by name; a text is written as it is."""
-    folder.mkdir(parents=True)
-    files = {"config": config, "environment": {"python": "3.11", "git": {"dirty": True}}, **files}
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    if rows is not None:
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def table(folder: Path, name: str, heads: str, rows: Iterable[Iterable[Any]]) -> None:
@@ -535,12 +525,15 @@ def test_a_figure_is_logarithmic_only_where_values_are_positive_and_range_widely
     wide = replace(run, steps=[step(1, loss=100.0), step(2, loss=1.0)])
     narrow = replace(run, steps=[step(1, loss=2.0), step(2, loss=1.0)])
     negative = replace(run, steps=[step(1, loss=100.0), step(2, loss=-1.0)])
-    charts = [curve_charts(METRICS[:1], [part])[0] for part in (wide, narrow, negative)]
+    begun = replace(run, steps=[step(1, loss=0.0), step(2, loss=1.0), step(3, loss=100.0)])
+    constant = replace(run, steps=[step(1, loss=0.5), step(2, loss=0.5)])
+    charts = [curve_charts(METRICS[:1], [part])[0] for part in (wide, narrow, negative, begun, constant)]
     ticks = [re.findall(r">([^<>]+)</text>", chart.svg) for chart in charts]
     assert {"1", "10", "100"} <= set(ticks[0])
     assert "10" not in ticks[1]
     assert "10" not in ticks[2]
-    assert [chart.layout["yaxis"].get("type") for chart in charts] == ["log", None, None]
+    assert [chart.layout["yaxis"].get("type") for chart in charts] == ["log", None, None, "log", None]
+    assert charts[4].layout["yaxis"]["range"] == [0.45, 0.55]
 
 
 def test_shares_end_at_a_hundred_percent(tmp_path: Path) -> None:
@@ -825,7 +818,7 @@ def test_the_problem_is_stated_as_a_formula_with_its_text_and_its_conditions(tmp
     folder = make(tmp_path / "run", problem=problem)
     (folder / "problem.txt").write_text("not this")
     page = check_sound(write([folder]))
-    assert {"class": "formula", "role": "img", "aria-label": "minimise <phi>"} in page.all("div")
+    assert {"class": "formula", "role": "img", "aria-label": "minimise <phi>", "tabindex": "0"} in page.all("div")
     assert len([svg for svg in page.all("svg") if svg.get("aria-hidden")]) == 2
     for text in ("The problem is convex", "L ||W||^2 <= mu holds 0.5 1 bound convexity", "The problem as a text minimise <phi>"):
         assert text in page.text
@@ -856,6 +849,17 @@ def test_tables_have_a_cell_for_every_run_and_leave_out_what_no_run_has(tmp_path
     assert parameters([b]) is None
     assert [line.head for line in parameters([a, b]).lines] == ["extractor", "equilibrium", "total"]  # type: ignore[union-attr]
     assert facts("c", [a, b], lambda run: run.config).lines[-1].cells == (MISSING, "1")
+    assert not any(line.differs for line in table.lines if MISSING in line.cells)
+    assert facts("c", [a, b], lambda run: run.config).lines[-1].differs
+
+
+def test_a_training_under_a_certificate_is_told_by_what_its_monitor_saw(tmp_path: Path) -> None:
+    trained = {"steps": 20, "loss_first": 8.0, "loss_last": 1.5, "bound_last": 7.9, "violation": None}
+    rows = [{"kind": "monitor", "step": at, "loss": 8 - 0.325 * at, "solver_steps": 2.0} for at in (0, 10, 20)]
+    (run,) = read_all([make(tmp_path / "run", rows, certificate={**CERTIFICATE, "trained": trained})])
+    assert verdict(run)[0].startswith("Trained for 20 steps under the certificate: the loss went from 8 to 1.5")
+    cells = {line.head: line.cells for line in results([run]).lines}
+    assert (cells["steps"], cells["training loss at the end"], cells["solver steps at the end"]) == (("20",), ("1.5",), ("2",))
 
 
 def test_a_single_number_of_parameters_is_the_total_and_segmentations_are_scored_in_percent(tmp_path: Path) -> None:

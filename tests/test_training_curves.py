@@ -110,10 +110,10 @@ def test_a_certified_training_has_all_panels_of_the_theory(tmp_path: Path) -> No
     check_curve(loss, "loss", [0, 1, 2, 3, 4], [record.measurement.loss for record in monitor.records])
     assert bound.y.tolist() == [record.bound for record in monitor.records]
     assert {each.label for each in curves(found.rows, THEORY[1])} == {
-        "norm of a",
-        "norm of W",
-        "norm of A",
-        "gamma times norm of A",
+        "norm a",
+        "norm W",
+        "norm A",
+        "gamma norm A",
     }
     with Run.create(tmp_path / "run", {}) as run:
         log_monitor(run, monitor)

@@ -8,11 +8,24 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["METRICS", "PANELS", "SOLVER", "THEORY", "Curve", "Panel", "Series", "curves", "number", "series_curves"]
+__all__ = [
+    "METRICS",
+    "PANELS",
+    "SOLVER",
+    "THEORY",
+    "Curve",
+    "Panel",
+    "Series",
+    "curves",
+    "number",
+    "ranges_widely",
+    "series_curves",
+]
 
 Array = npt.NDArray[np.float64]
 Row = Mapping[str, Any]
 LARGEST = 1e100  # larger values are taken for infinite: axes overflow
+LOG_RATIO = 20.0  # above this ratio of the largest to the least value, a logarithmic axis
 MOST = 50  # curves of one series: of so many layers
 
 
@@ -74,6 +87,12 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
         return None
     return float(value)
+
+
+def ranges_widely(values: npt.NDArray[np.float64]) -> bool:
+    """Whether a logarithmic axis suits: for what begins at 0, from its next value on."""
+    positive = values[values > 0]
+    return bool(len(positive) and values.min() >= 0 and positive.max() / LOG_RATIO > positive.min())
 
 
 def _entries(row: Row, series: Series) -> dict[str, Any]:
@@ -143,9 +162,9 @@ THEORY = (
     Panel(
         "Spectral norms",
         (
-            Series("norm of", "monitor", "norm ", every=True),
-            Series("gamma times norm of A", "monitor", "gamma norm A", "--"),
-            Series("norm of", "epoch", "norms"),
+            Series("norm", "monitor", "norm ", every=True),
+            Series("gamma norm A", "monitor", "gamma norm A", "--"),
+            Series("norm", "epoch", "norms"),
         ),
     ),
     Panel(

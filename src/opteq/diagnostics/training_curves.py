@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from opteq.checks import invalid
 from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.diagnostics.finding import Columns, Finding
-from opteq.diagnostics.panels import PANELS, Curve, Panel, Series, curves, number, series_curves
+from opteq.diagnostics.panels import PANELS, Curve, Panel, Series, curves, number, ranges_widely, series_curves
 from opteq.runs import Run
 from opteq.theory.certificates import Monitor
 
@@ -24,7 +23,6 @@ __all__ = ["TrainingCurves", "training_curves"]
 WIDTH, HEIGHT = 3.15, 2.2  # inches of one panel: 8 cm wide
 EVENTS = 20  # lines for events, at most
 MARKED = 40  # a curve of no more points has markers: it may be a single one
-LOG_RATIO = 20.0  # above this ratio of the largest to the least value, a logarithmic axis
 NAMED = 8  # curves with a name and a colour of their own; of more, the colours are a scale, and three have their names
 LONGEST, ROW = 36, 60  # characters of a name, and of a row of names
 
@@ -149,7 +147,7 @@ def _scale(axes: "Axes", panel: Panel, drawn: list[Curve]) -> None:
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.spines[["top", "right"]].set_visible(False)
-    if panel.scale == "log" and _ranges_widely(values):
+    if panel.scale == "log" and ranges_widely(values):
         axes.set_yscale("log", nonpositive="mask")
         return
     axes.yaxis.set_major_formatter(PercentFormatter(1.0) if panel.scale == "share" else "{x:g}")
@@ -159,12 +157,6 @@ def _scale(axes: "Axes", panel: Panel, drawn: list[Curve]) -> None:
         axes.set_ylim(bottom, max(high, top + 0.05 * (top - bottom)))
     if panel.scale == "share":  # no ticks beyond 0% and 100%
         axes.set_ylim(max(low, values.min(initial=-0.005)), min(high, values.max(initial=1.005)))
-
-
-def _ranges_widely(values: npt.NDArray[np.float64]) -> bool:
-    """Whether a logarithmic axis suits: for what begins at 0, from its next value on."""
-    positive = values[values > 0]
-    return bool(len(positive) and values.min() >= 0 and positive.max() / LOG_RATIO > positive.min())
 
 
 def _head(axes: "Axes", title: str) -> None:

@@ -16,10 +16,9 @@ from opteq.report.svg import GRID, INK, for_page
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Chart", "Key", "Trace", "as_svg", "axis", "colour", "drawing", "listed"]
+__all__ = ["Chart", "Key", "Trace", "as_svg", "axis", "colour", "drawing", "listed", "log_axis"]
 
 Trace: TypeAlias = dict[str, Any]
-LOG_RATIO = 20.0  # above this ratio of the largest to the least value, a logarithmic axis
 STYLE: Final[dict[Any, Any]] = {
     "font.size": 9.5,
     "axes.spines.top": False,
@@ -94,6 +93,12 @@ def as_svg(figure: "Figure", described: str) -> str:
 def colour(place: int) -> str:
     """The colour of the place in the palette, as plotly gets it: the page says what it looks like in light and in dark."""
     return f"var(--c{place % 10})"
+
+
+def log_axis(low: float, high: float) -> dict[str, Any]:
+    """A logarithmic axis from low to high, with ticks at 1, 2, 5 or at powers of ten; for still more, plotly knows."""
+    ticks = ((150, {"dtick": "D2", "tickformat": "~g"}), (1e8, {"dtick": 1}))
+    return {"type": "log", **next((found for ratio, found in ticks if high / ratio < low), {})}
 
 
 def listed(values: Sequence[float] | npt.NDArray[Any], digits: int = 6) -> list[Any]:

@@ -4,8 +4,10 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from opteq.diagnostics.panels import Curve, Panel, Series, number, series_curves
-from opteq.report.charts import LOG_RATIO, Chart, Key, Trace, as_svg, axis, colour, drawing, listed
+import numpy as np
+
+from opteq.diagnostics.panels import Array, Curve, Panel, Series, number, ranges_widely, series_curves
+from opteq.report.charts import Chart, Key, Trace, as_svg, axis, colour, drawing, listed, log_axis
 from opteq.report.curves import finite, thinned
 from opteq.report.reading import Row, RunData
 from opteq.report.svg import COLOURS, INK
@@ -20,8 +22,6 @@ __all__ = ["curve_charts"]
 EVENTS_DRAWN, CURVES_DESCRIBED, NAMED = 20, 8, 8
 MARKED = 40  # a curve of no more points has markers
 STATIC, LIVE = (300, 3_000), (1_500, 9_000)  # points of a curve, and of a chart: the page must stay small
-# of a logarithmic axis, up to a ratio of the largest to the least value: beyond, plotly knows
-TICKS: Final[tuple[tuple[float, dict[str, Any]], ...]] = ((150, {"dtick": "D2", "tickformat": "~g"}), (1e8, {"dtick": 1}))
 DASHES: Final = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 
 
@@ -57,7 +57,7 @@ def _fewer(lines: list[Line], limits: tuple[int, int]) -> list[Line]:
 def _chart(panel: Panel, lines: list[Line], runs: list[RunData]) -> Chart:
     words = [f"{runs[line.run].name}, {line.curve.label}: {_in_words(line.curve)}" for line in lines]
     described = clean(f"{panel.title} over training steps. {'; '.join(words[:CURVES_DESCRIBED])}.")
-    log = panel.scale == "log" and _is_wide(lines)
+    log = panel.scale == "log" and ranges_widely(_values(lines))
     live = _fewer(lines, LIVE)
     return Chart(
         name=re.sub(r"[^a-z]+", "-", panel.title.lower()),
@@ -74,11 +74,6 @@ def _chart(panel: Panel, lines: list[Line], runs: list[RunData]) -> Chart:
 def _in_words(curve: Curve) -> str:
     values = finite(curve.y)
     return f"from {figure_text(float(values[0]))} to {figure_text(float(values[-1]))}"
-
-
-def _is_wide(lines: list[Line]) -> bool:
-    low, high = _ends(lines)
-    return bool(low > 0 and high / LOG_RATIO > low)
 
 
 def _marked(curve: Curve) -> bool:
@@ -130,10 +125,12 @@ def _sample(series: Series) -> str:
 
 
 def _layout(panel: Panel, lines: list[Line], log: bool, events: list[Row]) -> dict[str, Any]:
-    low, high = _ends(lines)
+    low, high = _ends(lines, log)
     scale: dict[str, Any] = {"rangemode": "tozero"} if panel.scale == "zero" else {}
     if log:
-        scale = {"type": "log", **next((ticks for ratio, ticks in TICKS if high / ratio < low), {})}
+        scale = log_axis(low, high)
+    elif low == high and panel.scale != "zero":  # plotly would leave a lot of room
+        scale = {"range": listed([low - 0.1 * abs(low), low + 0.1 * abs(low)])} if low else {}
     if panel.scale == "share":
         low = min(low, 0.98) if high > 0.98 else low  # a share that is always 100% is not to fill the chart with noise
         room = max(0.05 * (high - low), 0.002)
@@ -147,9 +144,15 @@ def _layout(panel: Panel, lines: list[Line], log: bool, events: list[Row]) -> di
     return {"xaxis": axis("step"), "yaxis": scale, "shapes": marks}
 
 
-def _ends(lines: list[Line]) -> tuple[float, float]:
-    """The least and the largest value."""
-    return min(float(finite(line.curve.y).min()) for line in lines), max(float(finite(line.curve.y).max()) for line in lines)
+def _values(lines: list[Line]) -> Array:
+    return np.concatenate([finite(line.curve.y) for line in lines])
+
+
+def _ends(lines: list[Line], log: bool = False) -> tuple[float, float]:
+    """The least and the largest value; a logarithmic axis has no zero."""
+    values = _values(lines)
+    values = values[values > 0] if log else values
+    return float(values.min()), float(values.max())
 
 
 # --- for paper ------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from opteq.report.charts import Chart, Key, Trace, as_svg, axis, colour, drawing, listed
+from opteq.report.charts import Chart, Key, Trace, as_svg, axis, colour, drawing, listed, log_axis
 from opteq.report.curves import finite
 from opteq.report.findings import Residual
 from opteq.report.reading import RunData
@@ -51,12 +51,17 @@ def _chart(place: int, name: str, solvers: list[Residual], several: bool) -> Cha
         described=described,
         svg=_static(solvers, described),
         traces=[trace for at, solver in enumerate(solvers) for trace in _traces(at, solver)],
-        layout={"xaxis": axis("solver step"), "yaxis": axis("relative residual", type="log", exponentformat="power")},
+        layout={"xaxis": axis("solver step"), "yaxis": axis("relative residual", **_scale(solvers), exponentformat="power")},
         runs=[place] * 4 * len(solvers),
         legend=[Key(str(at), short(solver.solver), colour(at)) for at, solver in enumerate(solvers)],
         note="Line: the median sample. Band: from 10% to 90% of the samples. Dashed: the worst sample.",
         shape="square",
     )
+
+
+def _scale(solvers: list[Residual]) -> dict[str, Any]:
+    values = np.concatenate([finite(_positive(part)) for solver in solvers for part in (solver.worst, solver.median, solver.low)])
+    return log_axis(float(values.min()), float(values.max()))
 
 
 def _in_words(solver: Residual) -> str:

@@ -1,7 +1,7 @@
 """The tables of a report: one row a quantity, one column a run, so that runs stand side by side."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from opteq.diagnostics.panels import number
@@ -64,7 +64,7 @@ KNOWN |= {"train_loss", "valid_loss", "valid_accuracy", "valid_converged", "vali
 def results(runs: Sequence[RunData]) -> Table:
     """How each run ended, and what it reached."""
     rows: dict[str, Callable[[RunData], str]] = {
-        "steps": lambda run: figure_text(run.result.get("steps", _count(best([*run.steps, *run.epochs], "step")))),
+        "steps": lambda run: figure_text(run.result.get("steps", _count(best(run.rows, "step")))),
         "epochs": lambda run: figure_text(run.result.get("epochs", _count(last(run.epochs, "epoch")))),
         "time": lambda run: duration(run.result.get("seconds")),
         "validation accuracy at the end": lambda run: percent(run.result.get("valid_accuracy", last(run.epochs, "valid_accuracy"))),
@@ -78,7 +78,8 @@ def results(runs: Sequence[RunData]) -> Table:
         "certificate": lambda run: certificate_words(run.certificate).partition(":")[0] if run.certificate else MISSING,
     }
     lines = [_line(head, (cell(run) for run in runs)) for head, cell in rows.items()]
-    kept = tuple(line for line in [*lines, *_further(runs)] if set(line.cells) != {MISSING})
+    found = [line for line in [*lines, *_further(runs)] if set(line.cells) != {MISSING}]
+    kept = tuple(replace(line, differs=len({*line.cells} - {MISSING}) > 1) for line in found)  # not where one has no such thing
     return Table("Results", ("quantity", *(short(run.name, 40) for run in runs)), kept)
 
 
@@ -91,9 +92,9 @@ def _further(runs: Sequence[RunData]) -> Iterator[Line]:
 
 
 def _last(run: RunData, of_epoch: str, of_step: str) -> float | None:
-    """The last number of the epochs; before the first epoch has ended, of the steps."""
-    value = last(run.epochs, of_epoch)
-    return last(run.steps, of_step) if value is None else value
+    """The last number of the epochs; before the first epoch has ended, of the steps; or what a Monitor saw."""
+    found = (last(run.epochs, of_epoch), last(run.steps, of_step), last(run.monitors, of_step))
+    return next((value for value in found if value is not None), None)
 
 
 def _count(value: float | None) -> Any:

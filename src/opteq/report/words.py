@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from opteq.diagnostics.panels import number
-from opteq.report.reading import Row, RunData, rows_of, shown
+from opteq.report.reading import Row, RunData, entries, rows_of, shown
 
 __all__ = [
     "EVENTS",
@@ -78,7 +78,9 @@ def verdict(run: RunData) -> list[str]:
 
 def _ending(run: RunData) -> str:
     if not run.result:
-        at = best([*run.steps, *run.epochs], "step")
+        at = best(run.rows, "step")
+        if trained := entries(run.certificate.get("trained")):
+            return training_words(trained)
         if at is None:
             return "Nothing has been measured yet."
         return f"No result yet: it goes on, or was interrupted after step {at:,.0f}."
