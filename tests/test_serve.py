@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from urllib.error import URLError
 from urllib.parse import urlsplit
@@ -17,10 +17,9 @@ from urllib.request import urlopen
 import pytest
 
 from opteq import cli
-from opteq.report.serve import HEADERS, Pages, Server, serve
+from opteq.report import serving
+from opteq.report.serving import HEADERS, Pages, Server, serve
 from processes import finish, in_child
-
-module = import_module("opteq.report.serve")  # the package has a function of the same name
 
 
 class Renderer:
@@ -44,8 +43,8 @@ class Renderer:
 @pytest.fixture
 def renderer(monkeypatch: pytest.MonkeyPatch) -> Renderer:
     made = Renderer()
-    monkeypatch.setattr(module, "render", made.render)
-    monkeypatch.setattr(module, "read_all", made.read_all)
+    monkeypatch.setattr(serving, "render", made.render)
+    monkeypatch.setattr(serving, "read_all", made.read_all)
     return made
 
 
@@ -204,7 +203,7 @@ def test_a_run_that_writes_all_the_time_is_not_rendered_all_the_time(
     folder: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([100.0, 103.0, 114.9, 115.0])  # 3 seconds to render: 12 seconds of rest
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(serving.time, "monotonic", lambda: next(clock))
     pages = Pages([folder])
     shown = pages.page().version
     append(folder)
@@ -219,8 +218,8 @@ def test_what_is_written_during_a_rendering_is_a_further_change(
         append(folder)
         return renderer.render(runs, live)
 
-    monkeypatch.setattr(module, "render", slow)
-    monkeypatch.setattr(module, "REST", 0.0)
+    monkeypatch.setattr(serving, "render", slow)
+    monkeypatch.setattr(serving, "REST", 0.0)
     pages = Pages([folder])
     assert pages.page().version != pages.version()
 
@@ -333,7 +332,7 @@ def test_the_command_serves_until_it_is_interrupted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: bool
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(module, "serve", Interrupted)
+    monkeypatch.setattr("opteq.report.serve", Interrupted)
     monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or found)
     assert cli.main(["report", "a", "b", "--serve", "--port", "77", "--open"]) == 0
     assert Interrupted.last.given == ((Path("a"), Path("b")), 77)

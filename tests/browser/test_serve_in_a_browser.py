@@ -7,7 +7,7 @@ import pytest
 from chromium import Browser
 from looking import PHONE, SELECTED, charts, hover, violations
 
-from opteq.report.serve import serve
+from opteq.report.serving import serve
 from report_runs import ROWS, make
 
 pytestmark = pytest.mark.browser
