@@ -366,7 +366,7 @@ def test_a_training_is_run_reported_and_resumed(here, monkeypatch, capsys):
     assert cli.main(["report", "runs/digits-deep-1"]) == 0
     assert capsys.readouterr().out.strip() == "runs/digits-deep-1/report.html"
     assert "minimise" in (folder / "report.html").read_text()
-    assert cli.main(["landscape", "runs/digits-deep-1", "--steps", "3", "--batch", "24", "--dims", "1", "--out", "drawn"]) == 0
+    assert cli.main(["landscape", "runs/digits-deep-1", "--steps", "3", "--samples", "24", "--dims", "1", "--out", "drawn"]) == 0
     assert "100.0% of the 3 points" in capsys.readouterr().out
     model, data = load_model(folder)
     middle = float((here / "drawn" / "landscape.csv").read_text().splitlines()[2].split(",")[1])

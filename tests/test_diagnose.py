@@ -72,5 +72,11 @@ def test_a_network_without_an_equilibrium_is_told_what_is_left_out(tmp_path: Pat
 def test_bad_options_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["diagnose", str(trained), "--samples", "1"]) == 2
     assert "--samples must be at least 2" in capsys.readouterr().err
+    assert cli.main(["diagnose", str(trained), "--only"]) == 2
+    assert "--only needs at least one of curves, " in capsys.readouterr().err
+    assert cli.main(["landscape", str(trained), "--samples", "0"]) == 2
+    assert "--samples must be at least 1" in capsys.readouterr().err
+    assert cli.main(["landscape", str(trained), "--level", "nan"]) == 2
+    assert "--level must be a number" in capsys.readouterr().err
     assert cli.main(["diagnose", "none"]) == 2
     assert "none holds no run" in capsys.readouterr().err

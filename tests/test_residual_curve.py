@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from conformance import residual
 from opteq import Cell, Equilibrium, Map, Solver, Stop, per_sample, record
 from opteq.cells import FunctionCell, GaussianDEQ, Monotone, MonotoneConv, OptEq
-from opteq.diagnostics.residuals import Curve, ResidualCurve, residual_curve, solver_title
+from opteq.diagnostics.residuals import ResidualCurve, SolverCurve, residual_curve, solver_title
 from opteq.equilibrium import observe
 from opteq.gradients import Unrolled
 from opteq.linear import GMRES
@@ -73,14 +73,14 @@ def test_residuals_are_true_also_where_the_solver_only_estimates_them(solver: So
 
 def test_quantiles_are_residuals_that_so_many_samples_are_at_or_below() -> None:
     table = torch.tensor([[5.0], [1.0], [3.0], [2.0], [4.0], [math.inf], [6.0], [7.0], [8.0], [9.0]], dtype=f64)
-    curve = Curve(table, torch.tensor([1]), torch.zeros(1, dtype=f64), {})
+    curve = SolverCurve(table, torch.tensor([1]), torch.zeros(1, dtype=f64), {})
     assert [float(curve.quantile(q)) for q in (0.1, 0.5, 0.9, 1.0)] == [1, 5, 9, math.inf]
 
 
 def test_the_columns_are_those_of_the_file() -> None:
     found = residual_curve(opteq(), X, [Picard(), Newton()])
     columns = found.columns()
-    assert list(columns) == ["solver", "step", "worst", "high", "median", "low", "solved"]
+    assert list(columns) == ["solver", "step", "worst", "high", "median", "low", "solved", "evals"]
     steps = [len(curve.evals) for curve in found.curves.values()]
     assert columns["solver"].tolist() == ["Picard"] * steps[0] + ["Newton"] * steps[1]
     assert columns["step"].tolist() == [*range(steps[0]), *range(steps[1])]
@@ -89,6 +89,7 @@ def test_the_columns_are_those_of_the_file() -> None:
     for name, place in (("worst", 19), ("high", 17), ("median", 9), ("low", 1)):
         assert columns[name][steps[0] :].tolist() == ordered[place].tolist()
     assert columns["solved"][[0, steps[0] - 1, -1]].tolist() == [0, 1, 1]
+    assert columns["evals"].tolist() == [cost for curve in found.curves.values() for cost in curve.evals.tolist()]
 
 
 def test_failures_are_counted_and_nan_is_infinitely_far() -> None:
@@ -348,7 +349,7 @@ def test_residuals_of_zero_are_drawn_below_all_others() -> None:
 @pytest.mark.parametrize("rtol", [0.0, 1e-3])
 def test_a_curve_of_one_point_and_of_zeros_only_can_be_drawn(rtol: float) -> None:
     pytest.importorskip("matplotlib")
-    curve = Curve(torch.zeros(2, 1, dtype=f64), torch.tensor([1]), torch.ones(1, dtype=f64), {"CONVERGED": 2})
+    curve = SolverCurve(torch.zeros(2, 1, dtype=f64), torch.tensor([1]), torch.ones(1, dtype=f64), {"CONVERGED": 2})
     figure = ResidualCurve({"a very long name of a solver, with its settings": curve}, {}, Stop(rtol=rtol)).figure()
     figure.canvas.draw()
     assert figure.axes[0].lines[0].get_marker() == "."

@@ -33,8 +33,8 @@ class Diagnose:
     $ opteq diagnose runs/digits-deep-1 --only residuals trajectory --samples 128
 
     curves: all that was measured over the training. residuals: how fast each solver finds the equilibria. trajectory: where the
-    iterates go, before, during and after the training. jacobian: the eigenvalues of f' at the equilibria, below 1 where plain
-    iteration converges. hessian: the largest curvatures of the loss.
+    iterates go, before the training, at the checkpoints that it left, and after. jacobian: the eigenvalues of f' at the
+    equilibria, below 1 where plain iteration converges. hessian: the largest curvatures of the loss.
     """
 
     run: tyro.conf.Positional[Path]
@@ -54,6 +54,8 @@ def diagnose(arguments: Sequence[str]) -> int:
     options: Diagnose = parse(Diagnose, "diagnose", arguments)
     if options.samples < 2:
         raise ValueError(f"--samples must be at least 2. Got {options.samples} instead.")
+    if not options.only:
+        raise ValueError(f"--only needs at least one of {', '.join(get_args(Look))}.")
     subject = Subject.of(options)
     out = console()
     for look in dict.fromkeys(options.only):

@@ -23,16 +23,16 @@ __all__ = ["landscape"]
 class Landscape:
     """Draw the loss of a trained run around its weights, along random directions, hatched where a solve failed.
 
-    $ opteq landscape runs/digits-deep-1 --steps 21 --batch 64
+    $ opteq landscape runs/digits-deep-1 --steps 21 --samples 64
     """
 
     run: tyro.conf.Positional[Path]
-    """The run folder. Finished points are kept in its landscape.jsonl, from which the same command goes on."""
+    """The run folder."""
     steps: int = 51
     """Points in each direction; the loss is computed at steps x steps of them."""
     span: float = 1.0
     """How far to go, as a multiple of the weights."""
-    batch: int = 256
+    samples: int = 256
     """Training samples in the loss, always the same ones."""
     dims: Literal[1, 2] = 2
     """1: along a line."""
@@ -45,7 +45,7 @@ class Landscape:
     fresh: bool = False
     """Begin again instead of going on from landscape.jsonl."""
     out: Path | None = None
-    """The folder of landscape.png, .svg and .csv; by default the run folder."""
+    """The folder of landscape.csv, .svg, .png, and of .jsonl, from which the same command goes on; by default the run folder."""
 
 
 def landscape(arguments: Sequence[str]) -> int:
@@ -53,9 +53,13 @@ def landscape(arguments: Sequence[str]) -> int:
     options: Landscape = parse(Landscape, "landscape", arguments)
     if options.steps % 2 == 0:
         raise ValueError(f"--steps must be odd: the point in the middle is the trained network. Got {options.steps} instead.")
+    if options.samples < 1:
+        raise ValueError(f"--samples must be at least 1. Got {options.samples} instead.")
+    if options.level is not None and not math.isfinite(options.level):
+        raise ValueError(f"--level must be a number. Got {options.level} instead.")
     model, dataset = load_model(options.run)
     found = _compute(model, dataset, options)
-    paths = found.save(options.out or options.run)
+    paths = found.save(options.out or options.run, found.figure(options.level))
     out = console()
     for line in _summary(found, options.level):
         out.print(line)
@@ -65,13 +69,14 @@ def landscape(arguments: Sequence[str]) -> int:
 
 def _compute(model: nn.Module, dataset: Dataset, options: Landscape) -> diagnostics.Landscape:
 
-    file = options.run / "landscape.jsonl"
+    file = (options.out or options.run) / "landscape.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
     if options.fresh:
         file.unlink(missing_ok=True)
     try:
         return diagnostics.landscape(
             model,
-            data_loss(*sample(dataset, options.batch), ignore=dataset.ignore),
+            data_loss(*sample(dataset, options.samples), ignore=dataset.ignore),
             steps=options.steps,
             span=options.span,
             seed=options.seed,
@@ -81,7 +86,7 @@ def _compute(model: nn.Module, dataset: Dataset, options: Landscape) -> diagnost
             progress=True,
         )
     except RunError as error:
-        raise RunError(f"{error}; --fresh begins again") from error
+        raise RunError(f"{error}; --out names another folder, --fresh begins again in this one") from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command goes on where it stopped") from None
 
@@ -93,7 +98,8 @@ def _summary(found: diagnostics.Landscape, level: float | None) -> Iterator[str]
     span = f"{float(known.min()):.4g} to {float(known.max()):.4g}" if len(known) else "unknown"
     yield f"loss {middle:.4g} in the middle, {span} around it;"
     yield f"every equilibrium was found at {float(found.converged.double().mean()):.1%} of the {found.loss.numel():,} points."
-    if level is None and not math.isfinite(middle):
+    if not bool(found.converged[(len(found.axis) // 2,) * found.loss.ndim]) or not math.isfinite(middle):
+        yield "The trained network itself did not converge, so that its basin is not known."
         return
     basin = found.basin(2 * middle if level is None else level)
     bound = "at least " if basin.at_edge or basin.at_failure else ""

@@ -9,10 +9,11 @@ from opteq.diagnostics.finding import Finding
 from opteq.diagnostics.hessian import HessianSpectrum, hessian_spectrum
 from opteq.diagnostics.landscape import Landscape, landscape
 from opteq.diagnostics.losses import data_loss
-from opteq.diagnostics.residuals import ResidualCurve, residual_curve
+from opteq.diagnostics.panels import Panel
+from opteq.diagnostics.residuals import ResidualCurve, SolverCurve, residual_curve
 from opteq.diagnostics.spectrum import JacobianSpectrum, jacobian_spectrum, spectral_radius, spectrum_of
 from opteq.diagnostics.training_curves import TrainingCurves, training_curves
-from opteq.diagnostics.trajectory import Trajectory, TrajectoryRecorder, trajectory
+from opteq.diagnostics.trajectory import Length, Trajectory, TrajectoryRecorder, trajectory
 
 __all__ = [
     "Basin",
@@ -21,7 +22,10 @@ __all__ = [
     "HessianSpectrum",
     "JacobianSpectrum",
     "Landscape",
+    "Length",
+    "Panel",
     "ResidualCurve",
+    "SolverCurve",
     "TrainingCurves",
     "Trajectory",
     "TrajectoryRecorder",

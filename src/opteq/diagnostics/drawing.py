@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from opteq.checks import invalid
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -17,10 +19,14 @@ STYLE: Final[dict[Any, Any]] = {
     "font.size": 8,
     "axes.linewidth": 0.6,
     "hatch.linewidth": 0.7,
+    "pdf.fonttype": 42,  # fonts that journals accept
     "svg.fonttype": "none",
     "svg.hashsalt": "opteq",  # the same file at every run
     "savefig.dpi": 200,
 }
+
+
+_DATES: Final[dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": None}  # when does not matter
 
 
 @contextmanager
@@ -39,6 +45,9 @@ def save(figure: "Figure", path: Path) -> Path:
     """The figure as a file, the same at every run."""
     from matplotlib import rc_context
 
+    kind = path.suffix.lower()
+    if kind not in _DATES:
+        raise ValueError(invalid("draw", "path", "a file name with the suffix .svg, .pdf or .png", str(path)))
     with rc_context(STYLE):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata=_DATES[kind])
     return path

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from opteq.diagnostics.residuals import Curve, ResidualCurve
+    from opteq.diagnostics.residuals import ResidualCurve, SolverCurve
 
 __all__ = ["draw_residuals"]
 
@@ -47,12 +47,12 @@ def _floor(found: "ResidualCurve") -> float:
     return float(least) / 3
 
 
-def _label(name: str, curve: "Curve") -> str:
+def _label(name: str, curve: "SolverCurve") -> str:
     share = float(curve.solved[-1])
     return f"{name}: {int(curve.evals[-1])} evaluations" + (f", {share:.0%} solved" if share < 1 else "")
 
 
-def _draw(axes: "Axes", label: str, curve: "Curve", over: str, floor: float, colour: str) -> None:
+def _draw(axes: "Axes", label: str, curve: "SolverCurve", over: str, floor: float, colour: str) -> None:
     place = curve.evals.numpy() if over == "evals" else np.arange(len(curve.evals))
     low, median, high, worst = (_shown(curve.quantile(share).numpy(), floor) for share in (0.1, 0.5, 0.9, 1.0))
     axes.plot(place, median, color=colour, linewidth=1.2, label=label, marker="." if len(place) == 1 else "")

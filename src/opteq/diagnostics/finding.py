@@ -29,11 +29,14 @@ class Finding(ABC):
     def figure(self) -> "Figure":
         """The figure, a matplotlib one."""
 
-    def draw(self, path: str | Path) -> Path:
-        """The figure as a file: .svg, .pdf or .png, as its name says. The same data give the same file."""
+    def draw(self, path: str | Path, figure: "Figure | None" = None) -> Path:
+        """The figure as a file: .svg, .pdf or .png, as its name says. The same data give the same file.
+
+        `figure`: one made with other options, such as `found.figure(level=0.1)`.
+        """
         from opteq.diagnostics.drawing import save
 
-        return save(self.figure(), Path(path))
+        return save(self.figure() if figure is None else figure, Path(path))
 
     def csv(self, path: str | Path) -> Path:
         """The columns as a file; numbers with all their digits, true and false as 1 and 0."""
@@ -44,11 +47,17 @@ class Finding(ABC):
             rows.writerows(zip(*(_plain(column) for column in columns.values()), strict=True))
         return Path(path)
 
-    def save(self, folder: str | Path) -> list[Path]:
+    def save(self, folder: str | Path, figure: "Figure | None" = None) -> list[Path]:
         """`<name>.csv`, `<name>.svg` and `<name>.png` in the folder, which is made: what a report of a run folder shows."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        return [self.csv(folder / f"{self.name}.csv"), *(self.draw(folder / f"{self.name}.{kind}") for kind in ("svg", "png"))]
+        stem = Path(folder) / self.name
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        figure = self.figure() if figure is None else figure
+        return [self.csv(stem.with_suffix(".csv")), *(self.draw(stem.with_suffix(kind), figure) for kind in (".svg", ".png"))]
+
+    def __repr__(self) -> str:
+        columns = self.columns()
+        rows = len(next(iter(columns.values()), ()))
+        return f"{type(self).__name__}({rows} rows of {', '.join(columns)})"
 
 
 def _plain(column: npt.NDArray[Any]) -> list[Any]:

@@ -19,6 +19,7 @@ from opteq.diagnostics.directions import Biases, directions
 from opteq.diagnostics.finding import Columns, Finding
 from opteq.diagnostics.grid_file import GridFile, Point, fingerprint
 from opteq.diagnostics.keeping import kept
+from opteq.diagnostics.losses import check_callable
 from opteq.diagnostics.progress import Progress, reporting
 from opteq.equilibrium import ConvergenceWarning, Equilibrium, observe
 from opteq.solve import ConvergenceError, Solution
@@ -31,11 +32,11 @@ __all__ = ["Landscape", "landscape"]
 Loss: TypeAlias = Callable[[nn.Module], Tensor | float]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Landscape(Finding):
     """loss[i, j] = L(theta + axis[i] d_1 + axis[j] d_2), or loss[i] along one direction: float64 tensors on the CPU.
 
-    `converged`: whether every equilibrium solved for that loss was reached; elsewhere the loss is of something else.
+    `converged`: whether every Equilibrium or Readout that the loss called on was solved; elsewhere the loss is of something else.
     """
 
     name: ClassVar[str] = "landscape"
@@ -89,7 +90,7 @@ def landscape(
     A point where a solve fails is not `converged`; if `on_failure` is "raise", its loss is NaN.
     Li et al., Visualizing the loss landscape of neural nets (2018).
     """
-    _check(model, steps, span, seed, dims, biases)
+    _check(model, loss, steps, span, seed, dims, biases)
     axis = (torch.arange(steps, dtype=torch.float64) - (steps - 1) / 2) * (2 * span / (steps - 1))  # the middle is exactly 0
     plane = directions(model, dims, seed, biases)
     if not plane:
@@ -113,8 +114,9 @@ def landscape(
     return Landscape(axis, torch.tensor(values, dtype=torch.float64).view(shape), torch.tensor(converged).view(shape), seed, span)
 
 
-def _check(model: nn.Module, steps: int, span: float, seed: int, dims: int, biases: str) -> None:
+def _check(model: nn.Module, loss: Loss, steps: int, span: float, seed: int, dims: int, biases: str) -> None:
     check_instance("landscape", "model", model, nn.Module, "an nn.Module")
+    check_callable("landscape", loss)
     check_integer("landscape", "steps", steps, 2)
     check_number("landscape", "span", span, 0.0, open_low=True)
     check_integer("landscape", "seed", seed, 0)

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from opteq.checks import check_instance, check_integer, invalid
 
-__all__ = ["data_loss"]
+__all__ = ["check_callable", "data_loss"]
 
 Terms: TypeAlias = tuple[Tensor, float]  # a sum, and the number of its terms
 
@@ -55,6 +55,12 @@ def data_loss(
         return total
 
     return mean
+
+
+def check_callable(owner: str, loss: object) -> None:
+    """A loss of a model must be a function of it."""
+    if not callable(loss):
+        raise TypeError(invalid(owner, "loss", "a function of the model that gives one number, such as data_loss(x, y)", loss))
 
 
 def _batches(model: nn.Module, x: Samples, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -24,11 +24,11 @@ from opteq.splitting import SplitMap
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Curve", "ResidualCurve", "residual_curve"]
+__all__ = ["ResidualCurve", "SolverCurve", "residual_curve"]
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class SolverCurve:
     """One solver: the true residual |f(z) - z| / |f(z)| of each sample at the iterate of each step, 0 being z0.
 
     A sample that is done, solved or not, is held at its last residual; one that met NaN or infinity is infinitely far.
@@ -45,12 +45,12 @@ class Curve:
         return torch.from_numpy(found)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ResidualCurve(Finding):
     """The curve of each solver by its name, the reasons of those that cannot solve this map, and the tolerance of all."""
 
     name: ClassVar[str] = "residuals"
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, SolverCurve]
     left_out: Mapping[str, str]
     stop: Stop
 
@@ -63,7 +63,7 @@ class ResidualCurve(Finding):
         return draw_residuals(self, over)
 
     def columns(self) -> Columns:
-        """One row for each solver and step: the largest residual, its 90%, 50% and 10% quantiles, and the share solved."""
+        """One row for each solver and step: the largest residual, its 90%, 50% and 10% quantiles, share solved, cost."""
         shares = {"worst": 1.0, "high": 0.9, "median": 0.5, "low": 0.1}
         curves = self.curves.values()
         return {
@@ -71,6 +71,7 @@ class ResidualCurve(Finding):
             "step": np.concatenate([np.arange(len(curve.evals)) for curve in curves]),
             **{name: np.concatenate([curve.quantile(share).numpy() for curve in curves]) for name, share in shares.items()},
             "solved": np.concatenate([curve.solved.numpy() for curve in curves]),
+            "evals": np.concatenate([curve.evals.numpy() for curve in curves]),
         }
 
 
@@ -148,7 +149,7 @@ def solver_title(solver: Solver) -> str:
     return f"{name}({', '.join(given)})" if given else name
 
 
-def _curve(solution: Solution) -> Curve:
+def _curve(solution: Solution) -> SolverCurve:
     trace = solution.trace
     assert trace is not None
     last = torch.empty_like(solution.residual)
@@ -160,4 +161,4 @@ def _curve(solution: Solution) -> Curve:
     done = torch.where(solution.converged, solution.steps, len(held)).cpu()
     solved = (done[:, None] <= torch.arange(len(held))).double().mean(dim=0)
     counts = Counter(status.name for status in solution.statuses)
-    return Curve(table, torch.tensor(trace.evals), solved, dict(counts))
+    return SolverCurve(table, torch.tensor(trace.evals), solved, dict(counts))
