@@ -24,7 +24,7 @@ LEVELS, LOG_RATIO = 24, 10.0  # above this ratio of the largest to the least los
 def draw_landscape(landscape: "Landscape", basin: "Basin | None" = None) -> "Figure":
     """The contours, or the curve, of a landscape, with hatches where a solve failed, and the border of a basin."""
     axis, loss, failed = landscape.axis.numpy(), landscape.loss.numpy(), ~landscape.converged.numpy()
-    with new_figure((4.4, 3.6) if loss.ndim == 2 else (4.4, 2.8)) as figure:
+    with new_figure((3.4, 2.9) if loss.ndim == 2 else (3.4, 2.2)) as figure:
         if loss.ndim == 2:
             figure.set_layout_engine("compressed")  # the scale as high as the square
         axes = figure.subplots()

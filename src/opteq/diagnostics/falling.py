@@ -23,7 +23,7 @@ def draw_residuals(found: "ResidualCurve", over: Literal["steps", "evals"]) -> "
     floor = _floor(found)
     columns = 2 if max(len(_label(*item)) for item in found.curves.items()) < 36 else 1
     rows = -(-len(found.curves) // columns)
-    with new_figure((4.4, 2.6 + 0.16 * rows)) as figure:
+    with new_figure((3.4, 2.3 + 0.16 * rows)) as figure:
         axes = figure.subplots()
         for place, (name, curve) in enumerate(found.curves.items()):
             _draw(axes, _label(name, curve), curve, over, floor, COLOURS[place % len(COLOURS)])
