@@ -340,6 +340,14 @@ def test_biases_and_normalisation_parameters_do_not_move() -> None:
         assert moved == [name in ("0.weight", "3.weight", "5.W")] * 4
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_the_scales_of_the_older_weight_norm_do_not_move() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Conv1d(4, 6, 3)), nn.utils.weight_norm(nn.Linear(4, 3), dim=None))
+    assert sorted(directions(model, 1, 0)) == ["0.weight_v", "1.weight_v"]
+    d, g = directions(model, 1, 0, "scaled")["0.weight_g"][0], model[0].weight_g.detach()
+    torch.testing.assert_close(d.abs(), g.abs())
+
+
 def test_shared_weights_move_once_and_directions_do_not_depend_on_the_device_or_the_dtype() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
@@ -849,9 +857,19 @@ def test_failed_points_and_losses_that_are_no_numbers_come_back_as_they_were(tmp
 
 
 def test_every_nan_is_the_same(tmp_path: Path) -> None:
-    found = [landscape(mlp(), lambda m: -math.nan, steps=3, dims=1, file=tmp_path / "grid") for _ in range(2)]
-    assert_same(*found)
-    assert found[0].loss.isnan().all()
+    found = landscape(mlp(), lambda m: -math.nan, steps=3, dims=1, file=tmp_path / "grid")
+    with pytest.warns(RunWarning, match="the loss in the middle is NaN, so that a change") as caught:
+        again = landscape(mlp(), lambda m: -math.nan, steps=3, dims=1, file=tmp_path / "grid")
+    assert Path(caught[0].filename).name == "test_landscape.py"
+    assert_same(found, again)
+    assert found.loss.isnan().all()
+
+
+def test_a_file_without_points_cannot_be_of_another_loss(tmp_path: Path) -> None:
+    landscape(mlp(), lambda m: math.nan, steps=3, dims=1, file=tmp_path / "grid")
+    header = (tmp_path / "grid").read_bytes().partition(b"\n")[0]
+    (tmp_path / "grid").write_bytes(header + b"\n")
+    assert landscape(mlp(), lambda m: math.nan, steps=3, dims=1, file=tmp_path / "grid").loss.isnan().all()
 
 
 def other_weights(model: nn.Module) -> None:
@@ -867,13 +885,13 @@ def train_mode(model: nn.Module) -> None:
     [
         ({"steps": 5}, None, r"\(steps: 3 -> 5\): undo"),
         ({"span": 0.5}, None, r"span: 1.0 -> 0.5"),
-        ({"seed": 1}, None, r"seed: 0 -> 1, directions: "),
-        ({"dims": 1}, None, r"dims: 2 -> 1, directions: "),
+        ({"seed": 1}, None, r"\(seed: 0 -> 1\)"),
+        ({"dims": 1}, None, r"\(dims: 2 -> 1\)"),
         ({"biases": "scaled"}, None, r"biases: 'fixed' -> 'scaled'"),
-        ({}, other_weights, r"\(parameters: '[0-9a-f.]+' -> '[0-9a-f.]+', directions"),
-        ({}, train_mode, r"\(model: "),
-        ({}, lambda model: model[1].register_buffer("more", torch.ones(1)), r"\(buffers: "),
-        ({}, lambda model: setattr(model[1], "inplace", True), r"\(model: "),
+        ({}, other_weights, r"\(other parameters, directions\)"),
+        ({}, train_mode, r"\(other model\)"),
+        ({}, lambda model: model[1].register_buffer("more", torch.ones(1)), r"\(other buffers\)"),
+        ({}, lambda model: setattr(model[1], "inplace", True), r"\(other model\)"),
     ],
 )
 def test_a_file_of_another_landscape_is_refused_and_left_alone(
@@ -1024,8 +1042,17 @@ def test_points_that_failed_are_outside_and_the_basin_ends_before_them() -> None
     assert half.at_failure
     assert not half.at_edge
     assert half.outline[..., 0].max() == 0
-    broken = Landscape(found.axis, found.loss.where(x < 0.05, math.nan), found.converged, 0, 1.0).basin(0.5)
+    unknown = Landscape(found.axis, found.loss.where(x < 0.05, math.nan), found.converged, 0, 1.0)
+    broken = unknown.basin(0.5)
     assert broken.size == pytest.approx(0.5**2, rel=1e-9)
+    assert broken.at_failure
+    known = failing_where(found, x > 0.05)
+    assert repr(unknown.flatness(0.5)) == repr(known.flatness(0.5))
+    infinite = Landscape(found.axis, found.loss.where(x < 0.05, math.inf), found.converged, 0, 1.0)
+    assert not infinite.basin(0.5).at_failure  # the loss is known: it is too large
+    assert infinite.flatness(0.5).sharpness == math.inf
+    hole = Landscape(found.axis, found.loss.where(found.loss > 0, math.nan), found.converged, 0, 1.0).basin(0.5)
+    assert (hole.size, hole.at_failure) == (0.0, True)
     line = grid_of(lambda x: x.abs(), 21, 1)
     ended = failing_where(line, line.axis < -0.25).basin(0.5)
     assert ended.size == pytest.approx(0.7)
@@ -1116,10 +1143,10 @@ def test_a_figure_shows_the_basin_and_says_how_wide_it_is() -> None:
 
 def test_the_command_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Landscape, "draw", lambda self, path: path)  # slow, and tested above
+    monkeypatch.setattr(Landscape, "draw", lambda self, path, figure: path)  # slow, and tested above
     tiny = ["--channels", "4", "--hidden", "4", "--data.limit", "24", "--data.test-limit", "12", "--train.epochs", "1"]
     assert cli.main(["train", "deep", *tiny, "--quiet", "--folder", "run"]) == 0
-    file, drawn = tmp_path / "run" / "landscape.jsonl", ["landscape", "run", "--steps", "3", "--batch", "8", "--out", "drawn"]
+    file, drawn = tmp_path / "drawn" / "landscape.jsonl", ["landscape", "run", "--steps", "3", "--samples", "8", "--out", "drawn"]
     assert cli.main([*drawn, "--out", "whole"]) == 0
     out = capsys.readouterr().out
     assert "(twice that in the middle): " in out
@@ -1127,7 +1154,7 @@ def test_the_command_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatc
     assert "sharpness" in out
     assert out.split()[-3:] == [f"whole/landscape.{kind}" for kind in ("csv", "svg", "png")]
 
-    file.unlink()
+    assert not file.exists()
     forward, calls = Equilibrium.forward, 0
 
     def interrupting(self: Equilibrium, *args: Tensor) -> Tensor:
@@ -1148,14 +1175,15 @@ def test_the_command_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatc
 
     assert cli.main([*drawn, "--dims", "1"]) == 2
     assert "dims: 2 -> 1" in (error := capsys.readouterr().err)
-    assert "--fresh begins again" in error
+    assert "directions" not in error
+    assert "--out names another folder, --fresh begins again" in error
     assert cli.main([*drawn, "--dims", "1", "--fresh", "--level", "0"]) == 0
     assert "at most 0: 0 wide, 0 points" in capsys.readouterr().out
     monkeypatch.setattr("opteq.diagnostics.losses._entropy", lambda *args: (torch.tensor(math.nan), 1.0))
     assert cli.main([*drawn, "--fresh"]) == 0
     out = capsys.readouterr().out
     assert "loss nan in the middle, unknown around it" in out
-    assert "basin" not in out
+    assert "its basin is not known" in out
 
 
 # --- at full size ---------------------------------------------------------------------------------------------------------------

@@ -343,6 +343,22 @@ def test_an_eigenvalue_that_is_too_ill_conditioned_for_its_precision_is_told(mon
     assert abs(found - 1) < 0.5
 
 
+@pytest.mark.parametrize(("condition", "known"), [(2.0, True), (1e4, False)])
+@pytest.mark.parametrize("n", [6, 30])
+def test_small_states_in_single_precision_have_errors_that_cover_the_truth(n: int, condition: float, known: bool) -> None:
+    P = orthogonal(n, 1) @ torch.diag(torch.logspace(0, math.log10(condition), n, dtype=torch.float64)) @ orthogonal(n, 2)
+    D = torch.diag(torch.linspace(0.1, 0.9, n, dtype=torch.float64))
+    left, right = P.float(), (D @ torch.linalg.inv(P)).float()
+    true = moduli(left.double() @ right.double())[:3]
+    if known:
+        found = jacobian_spectrum(lambda z: z @ right.T @ left.T, torch.zeros(1, n), k=3)
+    else:
+        with pytest.warns(ConvergenceWarning, match="ill-conditioned"):
+            found = jacobian_spectrum(lambda z: z @ right.T @ left.T, torch.zeros(1, n), k=3)
+    assert found.converged.tolist() == [[known] * 3]
+    assert (np.abs(found.eigenvalues[0].abs().numpy() - true) <= found.error[0].numpy()).all()
+
+
 # --- the k largest --------------------------------------------------------------------------------------------------------------
 
 
@@ -369,7 +385,7 @@ def test_the_csv_has_a_row_for_every_eigenvalue(tmp_path: Path) -> None:
     found = jacobian_spectrum(linear(non_normal(6, 5)), torch.zeros(2, 6, dtype=torch.float64), k=3)
     with found.csv(tmp_path / "jacobian.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["sample", "index", "real", "imag", "converged"]
+    assert list(rows[0]) == ["sample", "index", "real", "imag", "error", "converged"]
     assert [(int(row["sample"]), int(row["index"])) for row in rows] == [(i, j) for i in range(2) for j in range(3)]
     assert [complex(float(row["real"]), float(row["imag"])) for row in rows] == found.eigenvalues.flatten().tolist()
     assert {row["converged"] for row in rows} == {"1"}
@@ -546,6 +562,85 @@ def test_the_hessian_of_a_linear_loss_is_zero(small: int, monkeypatch: pytest.Mo
     found = hessian_spectrum(nn.Linear(10, 10, bias=False), lambda m: m.weight.sum(), k=2)
     assert found.eigenvalues.tolist() == [0.0, 0.0]
     assert found.converged.all()
+
+
+def diagonal_spectrum(diagonal: Tensor, **options: Any) -> HessianSpectrum:
+    """Of the loss w'Dw / 2, in coordinates that are turned."""
+    A = orthogonal(len(diagonal)).T @ (diagonal[:, None] * orthogonal(len(diagonal)))
+    model = nn.Linear(len(diagonal), 1, bias=False).double()
+    return hessian_spectrum(model, lambda m: (m.weight @ A @ m.weight.T).sum() / 2, **options)
+
+
+def test_the_eigenvalues_of_linear_regression_come_as_often_as_there_are_outputs() -> None:
+    x, y = random(40, 20), random(40, 10, seed=1)
+    model = nn.Linear(20, 10, bias=False).double()
+    found = hessian_spectrum(model, lambda m: nn.functional.mse_loss(m(x), y), k=12)
+    single = torch.linalg.eigvalsh(2 * x.T @ x / 400).flip(0)
+    np.testing.assert_allclose(found.eigenvalues, [single[0]] * 10 + [single[1]] * 2, rtol=1e-6)
+    assert found.converged.all()
+
+
+@pytest.mark.parametrize(
+    ("which", "above", "below"),
+    [("largest", 10, 0), ("smallest", 0, 10), ("modulus", 10, 0), ("modulus", 0, 10), ("modulus", 5, 5)],
+)
+def test_a_multiple_eigenvalue_is_found_as_often_as_it_occurs(which: Any, above: int, below: int) -> None:
+    rest = torch.rand(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tops = [5.0] * above + [-5.0] * below
+    found = diagonal_spectrum(torch.cat([rest, torch.tensor(tops, dtype=torch.float64)]), k=10, which=which)
+    np.testing.assert_allclose(found.eigenvalues, tops, rtol=1e-6)
+    assert found.converged.all()
+
+
+def test_all_eigenvalues_may_be_equal_or_on_the_other_side_of_zero() -> None:
+    np.testing.assert_allclose(diagonal_spectrum(2 * torch.ones(90, dtype=torch.float64), k=4).eigenvalues, [2.0] * 4)
+    negative = diagonal_spectrum(torch.tensor([-1.0] * 3 + [-2.0] * 87, dtype=torch.float64), k=4)
+    np.testing.assert_allclose(negative.eigenvalues, [-1.0] * 3 + [-2.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("fails", ["the check", "the last digits", "every time"])
+def test_eigenvalues_that_may_have_been_missed_are_told(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, calls = lanczos.Lanczos._arpack, []
+
+    def stuck(self: Any, product: Any, start: Any, k: int, *settings: Any) -> Any:
+        calls.append(k)
+        values, vectors, sure = good(self, product, start, k, *settings)
+        if len(calls) > {"the check": 1, "the last digits": 2, "every time": 99}[fails]:
+            return values[:0], vectors[:, :0], False
+        return (values + (1.0 if k == 1 and fails == "every time" else 0.0)), vectors, sure
+
+    solve, found_all = lanczos.Lanczos.solve, []
+
+    def watched(self: Any, *arguments: Any) -> Any:
+        *found, complete = solve(self, *arguments)
+        found_all.append(complete)
+        return *found, complete
+
+    monkeypatch.setattr(lanczos.Lanczos, "_arpack", stuck)
+    monkeypatch.setattr(lanczos.Lanczos, "solve", watched)
+    with pytest.warns(ConvergenceWarning, match="8 of 8 eigenvalues are not known"):
+        found = diagonal_spectrum(torch.cat([torch.full((8,), 5.0), torch.linspace(0, 1, 150)]).double(), k=8)
+    assert not found.converged.any()
+    assert found_all == [False]
+    assert len(calls) == {"the check": 2, "the last digits": 3, "every time": 19}[fails]  # 1 + 2 (k + 1)
+
+
+@pytest.mark.parametrize(("outputs", "dtype"), [(2, torch.float64), (5, torch.float64), (2, torch.float32)])
+def test_the_zeros_of_softmax_regression_are_known(outputs: int, dtype: torch.dtype) -> None:
+    x, y = random(200, 20, seed=1).to(dtype), torch.arange(200) % outputs
+    model = nn.Linear(20, outputs).to(dtype)  # a vector added to all rows changes nothing: 21 zeros
+    model.weight.data.copy_(0.2 * random(outputs, 20, seed=2))
+    nn.init.zeros_(model.bias)
+    found = hessian_spectrum(model, lambda m: nn.functional.cross_entropy(m(x), y), k=5, which="smallest")
+    assert found.converged.all()
+    assert found.eigenvalues.abs().max() < 100 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("least", [0.02, 0.1])
+def test_zeros_that_were_missed_at_first_are_found_with_all_digits(least: float) -> None:
+    found = diagonal_spectrum(torch.cat([torch.zeros(20), torch.linspace(least, 1, 100)]).double(), k=5, which="smallest")
+    assert found.converged.all()
+    assert found.eigenvalues.abs().max() < 1e-14
 
 
 def test_there_are_at_most_as_many_eigenvalues_as_parameters() -> None:

@@ -81,6 +81,33 @@ def test_points_are_the_principal_components_of_the_iterates(solver: Any, compon
     assert found.converged[0].all()
 
 
+@pytest.mark.parametrize(("start", "spread"), [(0.0, 1e-4), (1000.0, 1e-4), (1000.0, 1e-2)])
+def test_components_far_smaller_than_the_way_to_them_or_their_offset_are_exact(start: float, spread: float) -> None:
+    draw = torch.Generator().manual_seed(3)
+    x = 3 + spread * torch.randn(60, 4, generator=draw) * torch.tensor([1.0, 0.5, 0.2, 0.1])
+    layer = Equilibrium(FunctionCell(lambda z, x: 0.1 * z + x, (4,)), Picard(), Stop(rtol=1e-30, max_steps=12))
+
+    class Started(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, torch.full_like(x, start))
+
+    found = trajectory(Started(), x)
+    with record(iterates=True) as log, torch.no_grad():
+        layer(x, torch.full_like(x, start))
+    trace = log[0].trace
+    assert trace is not None
+    paths = [trace.path(i).double() for i in range(60)]
+    wanted, shares = dense_components(torch.cat(paths), 2)
+    got = np.concatenate([found.points[0][i, : len(path)].numpy() for i, path in enumerate(paths)])
+    for column, true in zip(got.T, wanted.T, strict=True):
+        assert column * np.sign(column @ true) == pytest.approx(true, abs=5e-3 * np.abs(true).max())
+    assert found.explained.numpy() == pytest.approx(shares, rel=5e-3)
+
+
 @settings(deadline=None, max_examples=10)
 @given(norm=st.floats(0.1, 0.95), scale=st.floats(0.1, 10), solver=st.sampled_from([Picard(), Anderson(memory=2), Newton()]))
 def test_lengths_are_those_of_the_paths_in_the_space_of_the_states(norm: float, scale: float, solver: Any) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from opteq.checks import check_integer, check_number
 
-__all__ = ["Arnoldi", "Array", "Eigenvalues", "Matrix", "NotFiniteError", "repeatable"]
+__all__ = ["Arnoldi", "Array", "Eigenvalues", "Matrix", "NotFiniteError", "Product", "repeatable"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Product: TypeAlias = Callable[[Array], Array]
@@ -90,13 +90,13 @@ class Arnoldi:
         try:
             found = None if self.is_small(matrix.size) else self._iterate(matrix)
             if found is None or (found.trouble and matrix.size <= MEDIUM):
-                return self.direct(matrix.dense(), matrix.symmetric)
+                return self.direct(matrix.dense(), matrix.symmetric, matrix.precision)
             return found
         except NotFiniteError:
             return self.nothing(NONFINITE)
 
-    def direct(self, matrix: Array, symmetric: bool) -> Eigenvalues:
-        """By LAPACK."""
+    def direct(self, matrix: Array, symmetric: bool, precision: float) -> Eigenvalues:
+        """By LAPACK, of a matrix whose columns are exact to about `precision`."""
         from scipy.linalg import eig, eigh  # type: ignore[import-untyped]
 
         if not np.isfinite(matrix).all():
@@ -108,7 +108,7 @@ class Arnoldi:
             values, left, right = eig(matrix, left=True, right=True)
         overlap = np.abs((left.conj() * right).sum(0))
         residual = np.linalg.norm(matrix @ right - right * values, axis=0)
-        return self._judged(values, residual + np.finfo(float).eps * np.linalg.norm(matrix), overlap)
+        return self._judged(values, residual + precision * np.linalg.norm(matrix), overlap)
 
     def nothing(self, trouble: str) -> Eigenvalues:
         """NaN, for a reason."""

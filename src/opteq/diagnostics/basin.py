@@ -25,9 +25,9 @@ class Basin:
     """The connected set around the middle where loss <= level, the loss being linear between grid points; lengths as of `axis`.
 
     `size`: its width in one dimension, its area in two. `diameter`: the width, or that of the disc of the same area.
-    `points`: grid points in it; with few of them, `size` is rough. Points that did not converge are outside, and the basin ends at
-    its last point before them. `at_edge`, `at_failure`: whether it reaches the edge of the grid, or such points; then the true one
-    may be larger.
+    `points`: grid points in it; with few of them, `size` is rough. Points that did not converge, or whose loss is NaN, are outside,
+    and the basin ends at its last point before them. `at_edge`, `at_failure`: whether it reaches the edge of the grid, or such
+    points, or the middle is one; then the true one may be larger.
     """
 
     level: float
@@ -45,7 +45,8 @@ class Flatness:
 
     `sharpness`: 100 (max L - L0) / (1 + L0), with the maximum over the plane, a lower bound of that over all directions.
     `increase`: the mean of L - L0. `curvature`: (L(h) - 2 L0 + L(-h)) / h^2 along each direction, h the distance of grid points.
-    `converged`: the share of points within the radius that did; the other ones are left out, and what is unknown is NaN.
+    `converged`: the share of points within the radius that did, with a loss that is a number; the other ones are left out, and
+    what is unknown is NaN.
     Keskar et al., On large-batch training (2017), Metric 2.1.
     """
 
@@ -67,10 +68,11 @@ def find_basin(found: "Landscape", level: float) -> Basin:
     regions, _ = label(loss <= level, neighbours)
     inside = (regions == regions[middle]) & (regions > 0)
     size, outline = (_area if loss.ndim == 2 else _width)(found.axis.numpy(), loss, inside, level)
-    beside = binary_dilation(inside, neighbours) & ~found.converged.numpy()
     edge = any(inside.take(end, side).any() for side in range(loss.ndim) for end in (0, -1))
     diameter = size if loss.ndim == 1 else 2 * math.sqrt(size / math.pi)
-    return Basin(float(level), size, diameter, int(inside.sum()), edge, bool(beside.any()), outline)
+    failed = _failed(found)
+    beside = bool((binary_dilation(inside, neighbours) & failed).any() or failed[middle])
+    return Basin(float(level), size, diameter, int(inside.sum()), edge, beside, outline)
 
 
 def measure_flatness(found: "Landscape", radius: float | None) -> Flatness:
@@ -79,7 +81,7 @@ def measure_flatness(found: "Landscape", radius: float | None) -> Flatness:
     step = float(found.axis[1] - found.axis[0])
     radius = max(found.span / 4, step) if radius is None else radius
     check_number("Landscape.flatness", "radius", radius, step * (1 - 1e-9), found.span)
-    loss, converged = found.loss.numpy(), found.converged.numpy()
+    loss, converged = found.loss.numpy(), ~_failed(found)
     squares = np.meshgrid(*[found.axis.numpy() ** 2] * loss.ndim, indexing="ij")
     near = np.sqrt(sum(squares)) <= radius * (1 + 1e-9)  # rounding must not leave out the points on the circle
     known = np.where(converged & np.isfinite(loss), loss, math.nan)
@@ -107,10 +109,16 @@ def _middle(owner: str, found: "Landscape") -> tuple[int, ...]:
 
 
 def _sound(found: "Landscape") -> Array:
-    """The loss, infinite where it did not converge or is no number."""
+    """The loss, infinite where it failed."""
     loss = found.loss.numpy()
-    sound: Array = np.where(found.converged.numpy() & np.isfinite(loss), loss, math.inf)
+    sound: Array = np.where(_failed(found) | np.isinf(loss), math.inf, loss)
     return sound
+
+
+def _failed(found: "Landscape") -> Array:
+    """Where a solve did not converge, or the loss is no number."""
+    failed: Array = ~found.converged.numpy() | np.isnan(found.loss.numpy())
+    return failed
 
 
 def _crossing(inner: Array, outer: Array, level: float) -> Array:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.weight_norm import WeightNorm
 
 from opteq.cells import ScaledReLU
 from opteq.models import Readout
@@ -73,7 +74,8 @@ def _weights(model: nn.Module) -> Iterator[_Weight]:
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
-        owner, scale = modules[path], False
+        owner = modules[path]
+        scale = any(isinstance(hook, WeightNorm) and leaf == f"{hook.name}_g" for hook in owner._forward_pre_hooks.values())
         if isinstance(owner, parametrize.ParametrizationList):  # "<owner>.parametrizations.<leaf>.original<i>"
             scale = isinstance(owner[0], parametrizations._WeightNorm) and leaf == "original0"  # the norms, not the filters
             path, _, leaf = path.rpartition(".")

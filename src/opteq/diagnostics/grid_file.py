@@ -24,6 +24,7 @@ __all__ = ["GridFile", "Point", "fingerprint"]
 Point: TypeAlias = tuple[float, bool]  # the loss, and whether all converged
 Row: TypeAlias = dict[str, Any]
 
+_DIGESTS = ("model", "parameters", "buffers", "directions")
 _CLOSE = 1e-6  # losses further apart than this are of different functions, not of different roundings
 
 
@@ -61,6 +62,9 @@ class GridFile:
                 )
             message = f"{self.path}: the loss in the middle was rounded differently before ({known} -> {now}), and so is the grid"
             warnings.warn(message, RunWarning, stacklevel=3)
+        elif math.isnan(centre[0]) and self.points:
+            message = f"{self.path}: the loss in the middle is NaN, so that a change of the loss or its data cannot be noticed"
+            warnings.warn(message, RunWarning, stacklevel=3)
         if not self._sound:
             self._write()
 
@@ -84,9 +88,11 @@ class GridFile:
         if row is None or row.get("kind") != self.settings["kind"] or not _is_point(row.get("centre")):
             raise RunError(f"{self.path} is no file of a landscape, or its first line is damaged: delete it, or name another file")
         loss, converged = row.pop("centre")
-        changed = ", ".join(differences(encode(row, "file"), encode(self.settings, "file")))
+        changed = list(differences(encode(row, "file"), encode(self.settings, "file")))
         if changed:
-            raise RunError(f"{self.path} is of another landscape ({changed}): undo the changes, or begin another file")
+            told = [change for change in changed if not change.startswith(_DIGESTS)]  # digests follow from them, and tell little
+            what = ", ".join(told) or f"other {', '.join(change.partition(':')[0] for change in changed)}"
+            raise RunError(f"{self.path} is of another landscape ({what}): undo the changes, or begin another file")
         return loss, converged
 
     def _read(self, lines: Iterable[bytes], count: int) -> None:

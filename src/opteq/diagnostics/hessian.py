@@ -15,6 +15,7 @@ from opteq.diagnostics.arnoldi import NotFiniteError
 from opteq.diagnostics.finding import Columns, Finding
 from opteq.diagnostics.keeping import kept
 from opteq.diagnostics.lanczos import ARPACK, Hessian, Lanczos, Loss, Which
+from opteq.diagnostics.losses import check_callable
 from opteq.equilibrium import ConvergenceWarning, Equilibrium, observe
 from opteq.gradients import JacobianFree, Phantom
 from opteq.solve import Solution
@@ -27,12 +28,13 @@ __all__ = ["HessianSpectrum", "Which", "hessian_spectrum"]
 _ASYMMETRY = 0.01  # far above what loose solves give, far below what a wrong gradient does
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HessianSpectrum(Finding):
     """Eigenvalues of the Hessian, the largest first: float64, on the CPU; NaN if not found.
 
     `error`: |H v - lambda v|; some eigenvalue lies within it, since H is symmetric. `converged`: whether it is at most rtol times
-    the largest modulus, and none was missed. `asymmetry`: |u'Hv - v'Hu| / |Hv| for random u and v, 0 but for errors of the solves.
+    the largest modulus, but for rounding, and none was missed. `asymmetry`: |u'Hv - v'Hu| / |Hv| for random u and v, 0 but for
+    errors of the solves.
     `trace`: of H, by Hutchinson's method, and its standard error; NaN if it was not asked for. `size`: the number of parameters.
     """
 
@@ -97,24 +99,25 @@ def hessian_spectrum(
     trace. `restarts`: of Lanczos' method, some 20 products each. Whatever is not known to `rtol` is told by a ConvergenceWarning.
     The model is left as it was. Hutchinson (1990); Lehoucq, Sorensen and Yang, ARPACK users' guide (1998).
     """
-    _check(model, k, which, probes, rtol, restarts, seed)
+    _check(model, loss, k, which, probes, rtol, restarts, seed)
     watch = _Watch()
     with kept(model, seed) as reset, torch.enable_grad(), observe(watch), warnings.catch_warnings():
         reset()
         warnings.simplefilter("ignore", ConvergenceWarning)  # told once, at the end
         hessian = Hessian(model, loss)
-        find = Lanczos(min(k, hessian.size), which, restarts, seed)
+        find = Lanczos(min(k, hessian.size), which, rtol, restarts, seed)
         try:
-            found = _found(hessian, find, probes, rtol)
+            found = _found(hessian, find, probes)
         except NotFiniteError:
             found = _nothing(find, hessian.size)
     _warn(found, watch.failed, rtol)
     return found
 
 
-def _check(model: nn.Module, k: int, which: str, probes: int, rtol: float, restarts: int, seed: int) -> None:
+def _check(model: nn.Module, loss: Loss, k: int, which: str, probes: int, rtol: float, restarts: int, seed: int) -> None:
     owner = "hessian_spectrum"
     check_instance(owner, "model", model, nn.Module, "an nn.Module")
+    check_callable(owner, loss)
     for name, value, least in (("k", k, 1), ("probes", probes, 0), ("restarts", restarts, 1), ("seed", seed, 0)):
         check_integer(owner, name, value, least)
     check_number(owner, "rtol", rtol, 0.0, open_low=True)
@@ -139,17 +142,17 @@ class _Watch:
             self.failed[phase] += 1
 
 
-def _found(hessian: Hessian, find: Lanczos, probes: int, rtol: float) -> HessianSpectrum:
+def _found(hessian: Hessian, find: Lanczos, probes: int) -> HessianSpectrum:
     draw = np.random.default_rng(find.seed)
     u, v = draw.standard_normal((2, hessian.size))
     Hu, Hv = hessian.product(u), hessian.product(v)
-    scale = max(np.linalg.norm(Hu), np.linalg.norm(Hv))
+    scale = float(max(np.linalg.norm(Hu), np.linalg.norm(Hv)))
     asymmetry = float(abs(u @ Hv - v @ Hu) / scale) if scale > 0 else 0.0
-    values, vectors, complete = find.solve(hessian, rtol)
+    values, vectors, complete = find.solve(hessian, scale)
     chosen = find.chosen(values)
     values, vectors = values[chosen], vectors[:, chosen]
     error = np.array([np.linalg.norm(hessian.product(v) - a * v) for a, v in zip(values, vectors.T, strict=True)])
-    good = complete & (error <= rtol * np.abs(values).max(initial=0.0))
+    good = complete & (error <= find.tolerance(hessian, values, scale))
     signs = draw.choice((-1.0, 1.0), (probes, hessian.size))
     samples = np.array([sign @ hessian.product(sign) for sign in signs])
     trace, spread = (samples.mean(), samples.std(ddof=1) / math.sqrt(probes)) if probes else (math.nan, math.nan)

@@ -30,7 +30,7 @@ __all__ = ["JacobianSpectrum", "jacobian_spectrum", "spectral_radius", "spectrum
 Function: TypeAlias = Map | Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class JacobianSpectrum(Finding):
     """eigenvalues[i, j]: the j-th in modulus of the Jacobian of sample i, NaN if it was not found; complex128, on the CPU.
 
@@ -52,11 +52,12 @@ class JacobianSpectrum(Finding):
         return torch.where(self.error[:, 0] <= largest, largest, math.nan)
 
     def columns(self) -> Columns:
-        """One row for each eigenvalue: its sample, its place, itself, and whether it converged."""
+        """One row for each eigenvalue: its sample, its place, itself, its error, and whether it converged."""
         samples, count = self.eigenvalues.shape
         values = self.eigenvalues.numpy().ravel()
         place = {"sample": np.repeat(np.arange(samples), count), "index": np.tile(np.arange(count), samples)}
-        return {**place, "real": values.real, "imag": values.imag, "converged": self.converged.numpy().ravel()}
+        found = {"error": self.error, "converged": self.converged}
+        return {**place, "real": values.real, "imag": values.imag, **{name: part.numpy().ravel() for name, part in found.items()}}
 
     def figure(self) -> "Figure":
         """The eigenvalues of all samples in the complex plane, with the unit circle."""
@@ -172,7 +173,8 @@ def _samples(fn: Map, z: Tensor, find: Arnoldi) -> list[Eigenvalues]:
     if fn.coupled or (not fn.independent and _couples(jacobian, z)):
         return [find.solve(_whole(jacobian, z)) if sound.all() else nothing] * len(sound)
     if find.is_small(math.prod(z.shape[1:])):
-        found = (find.direct(matrix, jacobian.symmetric) for matrix in _dense(jacobian, z))
+        eps = torch.finfo(z.dtype).eps
+        found = (find.direct(matrix, jacobian.symmetric, eps) for matrix in _dense(jacobian, z))
         return [one if ok else nothing for one, ok in zip(found, sound.tolist(), strict=True)]
     return [find.solve(_matrix(jacobian, z, row)) if ok else nothing for row, ok in enumerate(sound.tolist())]
 

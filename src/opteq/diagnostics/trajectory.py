@@ -32,7 +32,7 @@ class Length(NamedTuple):
     error: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Trajectory(Finding):
     """The principal components of the iterates of every sample, one basis for all stages: tensors on the CPU, per stage.
 
@@ -87,7 +87,7 @@ def trajectory(
     `model`: one, called `stage`, or several by their stage in the order of training, {"before": untrained, "after": trained}:
     they share one basis. `labels`: integers [samples]. `components`: 2 or 3. `layer`: its name, where a model has several.
     The model runs in evaluation mode, as its solver and its `stop` say, and is left as it was. Memory: samples x steps x state
-    numbers of float32 a stage, twice while the components are found. Needs scikit-learn.
+    numbers of float32 a stage, three times that while the components are found. Needs scikit-learn.
     """
     models = model if isinstance(model, Mapping) else {stage: model}
     if not models or not all(isinstance(name, str) for name in models):
@@ -167,16 +167,22 @@ def _components(owner: str, paths: Mapping[str, _Paths], components: int) -> tup
     except ImportError as error:
         raise ImportError("Trajectories need scikit-learn: pip install 'opteq[train]'.") from error
     masks = [path.z[..., 0].isfinite() for path in paths.values()]
-    every = torch.cat([path.z[mask] for path, mask in zip(paths.values(), masks, strict=True)])
-    if len(every) == 0:
+    count, size = sum(int(mask.sum()) for mask in masks), next(iter(paths.values())).z.shape[2]
+    if count == 0:
         raise ValueError(invalid(owner, "x", "samples that do not all diverge or meet NaN", f"{len(masks[0])} that do"))
-    if min(every.shape) < components:
-        expected = f"at most {min(every.shape)}: there are {every.shape[0]} points of {every.shape[1]} numbers"
+    if min(count, size) < components:
+        expected = f"at most {min(count, size)}: there are {count} points of {size} numbers"
         raise ValueError(invalid(owner, "components", expected, components))
+    every, filled = torch.empty(count, size, dtype=torch.float64), 0  # float32 loses components a thousandth as large as others
+    for path, mask in zip(paths.values(), masks, strict=True):
+        for z, known in zip(path.z.unbind(1), mask.unbind(1), strict=True):  # one step at a time, to save memory
+            every[filled : (filled := filled + int(known.sum()))] = z[known]
+    middle = every.mean(dim=0)
+    every -= middle  # as PCA would subtract it after squaring
     with np.errstate(invalid="ignore"):  # iterates that do not move have no variance to share
-        basis = PCA(components, random_state=0).fit(every.numpy())
-    turn, middle = torch.from_numpy(basis.components_).float(), torch.from_numpy(basis.mean_).float()
-    points = tuple(path.z @ turn.T - turn @ middle for path in paths.values())
+        basis = PCA(components, copy=False, random_state=0).fit(every.numpy())
+    turn = torch.from_numpy(basis.components_).T
+    points = tuple(torch.stack([(z - middle) @ turn for z in path.z.unbind(1)], dim=1).float() for path in paths.values())
     return points, torch.from_numpy(basis.explained_variance_ratio_).double().nan_to_num()
 
 
@@ -226,6 +232,7 @@ class TrajectoryRecorder:
         layer: str | None = None,
     ) -> None:
         self.labels = _checked("TrajectoryRecorder", x, labels, components)
+        check_instance(self, "at", at, Sequence, "a list of steps")
         for step in at:
             check_integer(self, "at", step, 0)
         if every is not None:
