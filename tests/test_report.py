@@ -5,6 +5,7 @@ import csv
 import hashlib
 import json
 import math
+import os
 import re
 import sys
 import warnings
@@ -23,7 +24,7 @@ from plotly.offline import get_plotlyjs
 
 import opteq.regularizers
 from opteq.diagnostics.panels import METRICS, SOLVER, Curve
-from opteq.report import findings, write
+from opteq.report import findings, page, reading, write
 from opteq.report.charts import Chart, listed
 from opteq.report.curves import finite, thinned
 from opteq.report.figures import curve_charts
@@ -263,7 +264,8 @@ def test_the_report_of_one_run_is_report_html_in_its_folder_and_holds_all_sectio
         "the loss went from 1.5 to 0.25; promised was at most 0.75. Every conclusion was kept.",
         "width holds lhs >= rhs 4 2 2 exact",
         "Crosses mark the 4.00% of the points where a solve did not converge",
-        "Spectral radius 0.922, inside the unit circle: near the equilibrium the iteration converges. 1 eigenvalues, with crosses",
+        "Spectral radius unknown: 1 of 3 eigenvalues are not converged (crosses) or not finite. The largest modulus found is 0.922",
+        "Dotted vertical lines mark events.",
         "Pale bars are not converged.",
         "model.channels [8, 16] train.lr 0.1 train.seed none",
         "git.dirty true",
@@ -273,7 +275,7 @@ def test_the_report_of_one_run_is_report_html_in_its_folder_and_holds_all_sectio
     for text in (  # figures for who cannot see them
         "demo, validation: from 0.9625 to 0.875",
         "Loss around the parameters of demo: from 0.5 to 12.5; 4.00% of the points did not converge.",
-        "picard: the median falls to 1.907e-06, 95.00% of the samples solved",
+        "picard: the median goes from 1 to 1.907e-06, 95.00% of the samples solved",
     ):
         assert any(text in part for part in page.texts)
 
@@ -312,7 +314,8 @@ def test_several_runs_stand_side_by_side_and_their_differences_are_marked(full: 
     assert "No result yet: it goes on, or was interrupted after step 6." in page.text
     assert re.search(r'<tr class="differs"><th scope="row">train.lr</th><td>0.1</td><td>0.2</td></tr>', html)
     assert re.search(r'<tr><th scope="row">train.seed</th><td>none</td><td>none</td></tr>', html)
-    assert html.count('class="swatch"') == 10  # two runs, in five sections
+    assert html.count('class="swatch"') == 6  # two runs with curves in two sections, one in the landscapes and the theory
+    assert html.count('data-run="0"') == 6  # and without a colour, for those are of classes, twice in the trajectories
     assert "var(--c1)" in html
     charts = json.loads(page.scripts[1])
     assert set(charts["chart-gradient-norm"]["runs"]) == {0, 1}
@@ -527,12 +530,13 @@ def test_a_figure_is_logarithmic_only_where_values_are_positive_and_range_widely
     negative = replace(run, steps=[step(1, loss=100.0), step(2, loss=-1.0)])
     begun = replace(run, steps=[step(1, loss=0.0), step(2, loss=1.0), step(3, loss=100.0)])
     constant = replace(run, steps=[step(1, loss=0.5), step(2, loss=0.5)])
-    charts = [curve_charts(METRICS[:1], [part])[0] for part in (wide, narrow, negative, begun, constant)]
+    ended = replace(run, steps=[step(at, loss=loss) for at, loss in enumerate([100.0, 1.0, 0.01, 0.0, 0.0], 1)])
+    charts = [curve_charts(METRICS[:1], [part])[0] for part in (wide, narrow, negative, begun, constant, ended)]
     ticks = [re.findall(r">([^<>]+)</text>", chart.svg) for chart in charts]
     assert {"1", "10", "100"} <= set(ticks[0])
     assert "10" not in ticks[1]
     assert "10" not in ticks[2]
-    assert [chart.layout["yaxis"].get("type") for chart in charts] == ["log", None, None, "log", None]
+    assert [chart.layout["yaxis"].get("type") for chart in charts] == ["log", None, None, "log", None, None]
     assert charts[4].layout["yaxis"]["range"] == [0.45, 0.55]
 
 
@@ -551,7 +555,8 @@ def test_an_alternative_text_is_escaped_and_ids_differ_between_figures() -> None
         '<defs><style>*{}</style><path id="m" d="M 0.123456 1\nL 2 3"/></defs>'
         f'<g id="unused" clip-path="url(#m)"><use xlink:href="#m" style="fill: {INK}; stroke: {COLOURS[3]}"/>'
         '<g style="fill: url(#m)"/>'
-        "<text style=\"font-size: 9px; font-family: 'DejaVu Sans', serif; fill: none\">a</text></g></svg>"
+        '<text style="font-size: 9px; font-family: \'DejaVu Sans\', serif; fill: none" transform="rotate(-0 1 2)">a</text>'
+        "</g></svg>"
     )
     one, two = for_page(svg, "<b>one"), for_page(svg, "two")
     assert re.search(r"fill: url\(#(f\w+)m\)", one)[1] in one.split('id="')[2]  # type: ignore[index]
@@ -562,7 +567,8 @@ def test_an_alternative_text_is_escaped_and_ids_differ_between_figures() -> None
     assert "metadata" not in one
     assert "unused" not in one
     assert "width" not in one
-    assert 'd="M 0.12 1 L 2 3"' in one
+    assert 'd="M 0.1 1 L 2 3"' in one
+    assert "rotate" not in one
     assert set(re.findall(r'id="([^"]*)"', one)).isdisjoint(re.findall(r'id="([^"]*)"', two))
 
 
@@ -594,7 +600,7 @@ def test_planes_share_one_scale_of_colours_which_is_linear_where_a_loss_is_not_p
     assert [(chart.traces[0]["zmin"], chart.traces[0]["zmax"]) for chart in charts] == [(-1, 7), (-1, 7)]
     assert charts[0].traces[0]["z"] == [[-1, 0, 1]] * 3
     assert [chart.title for chart in charts] == ["Loss landscape, low", "Loss landscape, high"]
-    assert charts[0].note == "Every point converged."
+    assert charts[0].note == "The trained network is at the white plus. Every point converged."
     assert len(landscape_charts([high])) == 1  # a loss that is the same everywhere
 
 
@@ -606,7 +612,7 @@ def test_a_landscape_along_one_direction_is_a_line(tmp_path: Path, loss: list[fl
     assert trace["y"] == listed(loss)
     assert trace["marker"]["symbol"] == ["circle", "circle", "x"]
     assert chart.layout["yaxis"].get("type") == scale
-    assert "33.33%" in chart.note
+    assert chart.note.startswith("The trained network is at 0. Crosses mark the 33.33% of the points")
 
 
 def test_large_landscapes_are_thinned_to_their_corners_and_say_so(tmp_path: Path) -> None:
@@ -615,7 +621,7 @@ def test_large_landscapes_are_thinned_to_their_corners_and_say_so(tmp_path: Path
     contour = chart.traces[0]
     assert len(contour["x"]) == 141
     assert (contour["x"][0], contour["x"][-1], contour["z"][0][-1]) == (0, 149, pytest.approx(math.log10(150), rel=1e-4))
-    assert chart.note == "Every point converged. Not every point is shown."
+    assert chart.note.endswith("Every point converged. Not every point is shown.")
     assert len(landscape_charts([run] * 8)[7].traces[0]["x"]) == 50
     assert contour["colorbar"]["ticktext"] == ["1", "2", "5", "10", "20", "50", "100"]
 
@@ -628,8 +634,10 @@ def test_a_landscape_over_many_decades_has_powers_of_ten_as_ticks(tmp_path: Path
 def test_a_landscape_without_a_finite_loss_has_no_chart_and_a_thin_one_has(tmp_path: Path) -> None:
     run = with_table(tmp_path / "run", "landscape", LANDSCAPE, [(0, 0, "nan", 0), (0, 1, "inf", 0)])
     assert landscape_charts([run]) == []
-    thin = with_table(tmp_path / "thin", "landscape", LANDSCAPE, [(0, 0, 1, 0), (0, 1, 2, 1)])
-    assert len(landscape_charts([thin])) == 1  # too thin for contours, but there
+    for name, row in (("x", [(0, 0, 1, 0), (0, 1, 2, 1)]), ("y", [(0, 0, 1, 0), (1, 0, 2, 1)])):
+        (chart,) = landscape_charts([with_table(tmp_path / name, "landscape", LANDSCAPE, row)])
+        assert chart.traces[0]["x"] == [0, 1]  # too thin for contours: a line
+        assert chart.traces[0]["y"] == [1, 2]
 
 
 def test_trajectories_are_paths_by_stage_and_class(tmp_path: Path) -> None:
@@ -659,7 +667,7 @@ def test_of_many_samples_stages_and_steps_some_are_shown(tmp_path: Path) -> None
     assert len(found[0].paths[0].steps) == findings.STEPS
     (chart,) = trajectory_charts([replace(run, findings=replace(run.findings, trajectory=found[:1]))])
     assert chart.legend == []
-    assert chart.note == "80 of 90 samples are shown."
+    assert chart.note == "80 of 90 samples are shown. 1 of 9 stages are shown."
     assert found[0].thinned(8).paths[-1] is found[0].paths[-1]
 
 
@@ -672,16 +680,83 @@ def test_a_stage_without_a_class_of_another_has_no_trace_of_it(tmp_path: Path) -
 
 def test_residuals_have_a_median_a_band_and_a_worst_sample(tmp_path: Path) -> None:
     rows = [(name, k, 8 * 0.5**k, 4 * 0.5**k, 0.5**k, 0.0, 0.5) for name in ("a", "b") for k in range(4)]
-    run = with_table(tmp_path / "run", "residuals", RESIDUALS, [*rows, ("never", 0, 0, 0, 0, 0, 0)])
+    run = with_table(tmp_path / "run", "residuals", RESIDUALS, [*rows, ("never", 0, "inf", "inf", "inf", 0, 0)])
     (chart,) = residual_charts([run])
     low, high, worst, median = chart.traces[:4]
     assert [key.label for key in chart.legend] == ["a", "b"]
-    assert low["y"] == [None] * 4  # a logarithmic axis has no zero
+    assert low["y"] == [pytest.approx(0.125 / 3, rel=1e-4)] * 4  # a logarithmic axis has no zero
     assert high["y"] == [4, 2, 1, 0.5]
     assert worst["line"]["dash"] == "dash"
-    assert median["customdata"][0] == ["8", "50.00%"]
+    assert median["customdata"][0] == ["1", "8", "50.00%"]
+    assert chart.note.endswith("drawn at the lower edge. 2 of 3 solvers are shown: the first that have a finite residual.")
     assert len(chart.runs) == len(chart.traces) == 8
     assert [part.title for part in residual_charts([run, run])] == ["Residuals, run", "Residuals, run"]
+
+
+def test_residuals_are_told_as_they_went(tmp_path: Path) -> None:
+    ways = {"worse": [1.0, 1e5], "exact": [0.0, 0.0], "newton": [1.0, 0.0], "burst": [1.0, math.inf], "_late": [math.nan, 0.5]}
+    rows = [(name, k, value, value, value, value, 0, 3 * k) for name, way in ways.items() for k, value in enumerate(way)]
+    (chart,) = residual_charts([with_table(tmp_path / "run", "residuals", f"{RESIDUALS} evals", rows)])
+    for words in (
+        "worse: the median goes from 1 to 1e+05, 0.00% of the samples solved",
+        "exact: the median goes from 0 to 0",
+        "newton: the median goes from 1 to 0",
+        "burst: the median goes from 1 to not finite",
+        "_late: the median goes from not finite to 0.5",
+    ):
+        assert words in chart.described
+    drawn = [trace for trace in chart.traces if "customdata" in trace]
+    floor = pytest.approx(0.5 / 3, rel=1e-4)
+    assert [trace["y"] for trace in drawn] == [[1, 100_000], [floor, floor], [1, floor], [1, None], [None, 0.5]]
+    assert [about[0] for trace in drawn for about in trace["customdata"]][4:6] == ["1", "0"]  # what it was, not where it is drawn
+    assert drawn[0]["customdata"][1][3] == "3"
+    assert "<br>evaluations %{customdata[3]}" in drawn[0]["hovertemplate"]
+    assert all(f"{name}</text>" in chart.svg for name in ways)  # also what begins with an underscore
+
+
+def test_residuals_that_are_zero_throughout_and_a_lone_number_among_thousands_of_none_do_not_stop_a_report(tmp_path: Path) -> None:
+    exact = with_table(tmp_path / "exact", "residuals", RESIDUALS, [("a", k, 0, 0, 0, 0, 1) for k in range(2)])
+    rows = [("a", k, *(["1"] * 4 if k == 1 else ["nan"] * 4), 0) for k in range(3000)]
+    lone = with_table(tmp_path / "lone", "residuals", RESIDUALS, rows)
+    (chart,) = residual_charts([exact, lone])
+    assert [trace["y"] for trace in chart.traces] == [[1, 1]] * 4
+    many = [(f"solver {name}", k, 1, 1, 1, 1, 0) for name in range(12) for k in range(2)]
+    (chart,) = residual_charts([with_table(tmp_path / "many", "residuals", RESIDUALS, many)])
+    assert "8 of 12 solvers are shown" in chart.note
+
+
+def radius_words(folder: Path, rows: list[Any]) -> str:
+    (chart,) = jacobian_charts([with_table(folder, "jacobian", JACOBIAN, rows)])
+    return chart.note
+
+
+def test_the_iteration_is_said_to_converge_only_if_all_eigenvalues_are_known_and_below_one(tmp_path: Path) -> None:
+    inside = (0, 0, 0.5, 0.0, 1)
+    assert radius_words(tmp_path / "inside", [inside]) == (
+        "Spectral radius 0.5, inside the unit circle: near the equilibrium the iteration converges."
+    )
+    late = [(at, 0, 0.5, 0.0, 1) for at in range(4000)] + [(9999, 0, 0.0, 7.0, 1), (9999, 1, 0.0, 0.0, 1)]
+    assert radius_words(tmp_path / "late", late) == "Spectral radius 7, not below 1. 4,000 of 4,002 are drawn."
+    for name, unknown in (("nan", ("nan", 0.0, 1)), ("open", (0.9, 0.0, 0))):
+        words = radius_words(tmp_path / name, [inside, (0, 1, *unknown)])
+        assert words.startswith("Spectral radius unknown: 1 of 2 eigenvalues are not converged (crosses) or not finite.")
+        assert "the iteration converges" not in words
+    assert "Spectral radius 1 - 1e-05, inside" in radius_words(tmp_path / "close", [(0, 0, 0.99999, 0.0, 1)])
+    assert "Spectral radius 1, not below 1" in radius_words(tmp_path / "one", [(0, 0, 1.0, 0.0, 1)])
+
+
+def test_errors_of_the_hessian_that_are_unknown_are_not_zero_and_the_largest_is_found_wherever_it_is(tmp_path: Path) -> None:
+    rows = [(0, 3.0, "inf", 0), (1, -5.0, "nan", 1), (2, 9.0, 0.5, 1), (3, "nan", 0.5, 1)]
+    (chart,) = hessian_charts([with_table(tmp_path / "run", "hessian", HESSIAN, rows)])
+    assert chart.traces[0]["error_y"]["array"] == [None, None, 0.5]
+    assert [about[0] for about in chart.traces[0]["customdata"]] == ["unknown", "unknown", "0.5"]
+    assert "the largest is 9" in chart.described
+    assert chart.title == "Eigenvalues of the Hessian"
+    assert "Unknown bounds: 2. Pale bars are not converged. 3 of 4 eigenvalues are shown" in chart.note
+    many = [(at, at, 0, 1) for at in range(250)]
+    (chart,) = hessian_charts([with_table(tmp_path / "many", "hessian", HESSIAN, many)])
+    assert "the largest is 249" in chart.described
+    assert chart.note.endswith("200 of 250 eigenvalues are shown: the first that are finite.")
 
 
 def test_spectra_stand_side_by_side(tmp_path: Path) -> None:
@@ -712,7 +787,9 @@ def test_spectra_stand_side_by_side(tmp_path: Path) -> None:
         ("landscape", "x,y,loss,converged\n1,2,1,1\n2,3,1,1\n3,4,1,1\n", "no grid"),
         ("jacobian", "sample,real,imag,converged\n0,nan,1,1\n", "no eigenvalue"),
         ("hessian", "eigenvalue,error,converged\ninf,1,1\n", "no eigenvalue"),
-        ("residuals", "solver,step\n1," + "x" * 200_000, "field larger than field limit"),
+        ("landscape", "x,y,loss,converged\n0,0,1,1\n0,1,1,1\n1,0,1,1\n", "some are missing"),  # cut short
+        ("landscape", "x,y,loss,converged\n0,0,1,1\n0,1,1,1\n1,0,1,1\n1,0,2,1\n", "there twice"),
+        ("hessian", "eigenvalue,error,converged\n1,1," + "x" * 200_000, "field larger than field limit"),
         ("trajectory", "\xff\x00,,,,", "has no column stage"),
     ],
 )
@@ -737,6 +814,36 @@ def test_a_finding_that_is_too_large_or_no_file_is_noted(tmp_path: Path, monkeyp
     notes = read_all([folder])[0].notes
     assert "more than 4 rows" in notes[0]
     assert "hessian.csv" in notes[1]
+
+
+FOREIGN = {  # what may lie where a file is expected; a FIFO would be waited for without an end
+    "pipe": os.mkfifo,
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "nowhere": lambda path: path.symlink_to("nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("name", ["landscape.csv", "hessian.csv", "problem.txt"])
+def test_what_is_no_file_is_not_opened(tmp_path: Path, kind: str, name: str) -> None:
+    folder = make(tmp_path / "run")
+    FOREIGN[kind](folder / name)
+    (run,) = read_all([folder])
+    assert run.notes == [f"{folder / name} is foreign (a link, or no file): delete it"]
+    assert run.problem == {}
+    assert run.findings == findings.Findings()
+
+
+def test_a_long_text_is_cut_and_a_huge_one_is_not_read(tmp_path: Path) -> None:
+    (folder := make(tmp_path / "run", certificate={"explain": "y" * 30_000})).joinpath("problem.txt").write_text("x" * 30_000)
+    page = check_sound(write([folder]))
+    for sign in "xy":
+        assert f"{sign * 20_000} ..." in page.text
+        assert sign * 20_001 not in page.text
+    (folder / "problem.txt").write_text("x" * 1_000_001)
+    (run,) = read_all([folder])
+    assert "problem.txt is too large to be shown: 1,000,001 bytes" in run.notes[0]
 
 
 # --- the problem ----------------------------------------------------------------------------------------------------------------
@@ -800,7 +907,25 @@ def test_a_formula_is_translated_and_broken_into_lines() -> None:
 
 @pytest.mark.parametrize(
     "latex",
-    ["", ";", r"\foo", "$", "a$b", "{" * 300, r"\frac{1}", "x" * 500, "a\nb", "<script>;" * 20, r"\href{x}{y}", r"\\", " "],
+    [
+        "",
+        ";",
+        r"\quad",
+        "{}",
+        r"\rm",
+        r"\hspace{1}",
+        r"\foo",
+        "$",
+        "a$b",
+        "{" * 300,
+        r"\frac{1}",
+        "x" * 500,
+        "a\nb",
+        "<script>;" * 20,
+        r"\href{x}{y}",
+        r"\\",
+        " ",
+    ],
 )
 def test_what_is_no_formula_is_not_drawn(latex: str) -> None:
     assert drawn(latex) == []
@@ -873,6 +998,14 @@ def test_a_single_number_of_parameters_is_the_total_and_segmentations_are_scored
     assert "Mean intersection over union" in [chart.title for chart in curve_charts(METRICS[2:3], [run])]
 
 
+def test_a_problem_without_a_text_is_told_by_its_formula_and_a_formula_is_drawn_once(tmp_path: Path) -> None:
+    runs = [make(tmp_path / name, problem={"latex": "x^2", "convex": name == "a"}) for name in "ab"]
+    page = check_sound(write(runs, tmp_path))
+    assert "a The problem is convex: all that this needs was shown to hold. The problem as a text x^2" in page.text
+    assert "b The problem was not shown to be convex. x^2" in page.text
+    assert len(page.all("svg")) == 1
+
+
 def test_what_to_change_is_said_once_for_all_conditions_that_fail(tmp_path: Path) -> None:
     failing = {"name": "n", "verdict": "FAILS", "remedy": "widen it & wait"}
     certificate = {"holds": False, "conditions": [failing, failing, {**failing, "verdict": "ok", "remedy": "keep it"}]}
@@ -881,12 +1014,39 @@ def test_what_to_change_is_said_once_for_all_conditions_that_fail(tmp_path: Path
     assert "keep it" not in page.text
 
 
+def test_names_that_differ_in_the_middle_only_are_whole_in_the_tables(tmp_path: Path) -> None:
+    names = [f"{'a' * 40}{sign}{'b' * 40}" for sign in "12"]
+    runs = read_all([make(tmp_path / name) for name in names])
+    assert results(runs).heads == ("quantity", *names)
+    assert results(runs[:1]).heads == ("quantity", short(names[0], 40))
+
+
+def test_of_many_runs_some_have_charts_and_all_are_in_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "CHARTED", 2)
+    monkeypatch.setattr(reading, "WITH_FINDINGS", 1)
+    folders = [make(tmp_path / f"run-{at}", [step(1), step(2)], certificate=CERTIFICATE) for at in range(4)]
+    for folder in folders[1:]:
+        table(folder, "hessian", HESSIAN, [(0, 4.0, 0.1, 1)])
+    found = check_sound(write(folders, tmp_path))
+    charts = json.loads(found.scripts[1])
+    assert set(charts["chart-loss"]["runs"]) == {0, 1}
+    assert charts["chart-hessian"]["runs"] == [1]
+    for text in (
+        "quantity run-0 run-1 run-2 run-3",
+        "those of the first 2 of 4 runs; the tables of results and settings hold all.",
+        "are those of the first runs that have them; those of 2 more are left out.",
+    ):
+        assert text in found.text
+    assert found.text.count("CERTIFIED") == 2
+
+
 def test_many_events_are_cut_and_counted(tmp_path: Path) -> None:
     (run,) = read_all([make(tmp_path / "run", [{**EVENT, "what": "new kind", "layer": None}] * 105)])
     table = events(run)
     assert table is not None
     assert len(table.lines) == 100
     assert table.note == "5 more are in metrics.jsonl."
+    assert page._marks([run]) == "Dotted vertical lines mark the first 20 of 105 events."
     assert table.lines[0].cells == ("new kind", MISSING, "loss is NaN at step 60", "rolled back")
 
 
@@ -919,6 +1079,11 @@ def test_a_certificate_is_put_into_words() -> None:
         assert certificate_words({**CERTIFICATE, **unknown}) == "Certified: all 2 conditions hold."
     failing = [{"slack": 0.5}, {"slack": 2.0}, {"slack": None}]
     assert certificate_words({"holds": False, "conditions": failing}).startswith("Not certified: 2 of 3 conditions do not hold")
+    assert certificate_words({"holds": True, "conditions": [*CERTIFICATE["conditions"], {"slack": 0.5}]}) == (  # type: ignore[misc]
+        "Contradiction: it claims to hold, but 1 of 3 conditions do not hold. Do not rely on it."
+    )
+    assert certificate_words({"holds": True}) == "Certified: its conditions are not listed."
+    assert certificate_words({"holds": False, "conditions": [{"holds": True}]}).startswith("Not certified: it says so itself")
     assert training_words({}) == ""
     assert training_words({"violation": "loss at step 3"}).endswith("BROKEN: loss at step 3")
     assert conditions({"conditions": None}) is None

@@ -189,6 +189,8 @@ def test_axes_suit_their_values() -> None:
     assert axes_of(training_curves(rows[1:2]), "Loss").get_yscale() == "linear"
     assert axes_of(training_curves([*rows, step(4, loss=-1.0)]), "Loss").get_yscale() == "linear"
     assert axes_of(training_curves([step(1, loss=0.0)]), "Loss").get_yscale() == "linear"
+    ended = training_curves([step(at, loss=loss) for at, loss in enumerate([100.0, 1.0, 0.01, 0.0, 0.0], 1)])
+    assert axes_of(ended, "Loss").get_yscale() == "linear"  # else it would end at 0.01
     assert axes_of(found, "Mean solver steps").get_ylim() == (0, pytest.approx(8 * 1.05))
     assert axes_of(found, "Accuracy").get_ylim()[1] == pytest.approx(1.005)
     none = training_curves([step(1, accuracy=0.0)])
@@ -247,3 +249,24 @@ def test_no_rows_can_break_the_table_and_all_of_it_are_numbers(rows: list[dict[s
     columns = found.columns()
     assert np.isfinite(columns["value"]).all()
     assert set(columns["panel"]) == {panel.title for panel in found.panels}
+
+
+def test_a_table_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = training_curves([step(1, loss=0.5)]).csv(tmp_path / "curves.csv")
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="killed"):
+        training_curves([step(1, loss=0.25)]).csv(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_of_many_events_the_first_are_drawn_and_the_legend_says_so() -> None:
+    rows = [step(1, loss=0.5), *({"kind": "event", "step": at} for at in range(25))]
+    axes = axes_of(training_curves(rows), "Loss")
+    assert len(axes.get_lines()) == 21
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["each step", "event, the first 20"]

@@ -132,6 +132,26 @@ def test_runs_can_be_switched_off_and_on(browser: Browser, comparison: Path) -> 
     check_silent(browser, comparison)
 
 
+def test_a_run_that_is_switched_off_takes_its_charts_and_its_heading_along(browser: Browser, comparison: Path) -> None:
+    browser.open(f"{comparison.as_uri()}#trajectories")
+    shown = "return [...document.querySelectorAll('#trajectories h3')].filter((head) => head.checkVisibility()).length"
+    both = charts(browser)
+    browser.run("document.querySelector('#trajectories .key button').click()")
+    assert browser.run(shown) == 1
+    others = [name for name in both if name.startswith("chart-trajectory-1-")]
+    assert len(both) == 2 * len(others) > 0
+    assert charts(browser) == others
+    residuals = select(browser, "tab-solver")  # what was never drawn while it was hidden
+    assert "chart-residuals-1" in residuals
+    assert "chart-residuals-0" not in residuals
+    browser.run("document.querySelector('#solver .key button').click()")
+    assert "chart-residuals-0" in charts(browser)
+    plot = "return document.querySelector('#chart-residuals-0 .main-svg').getBoundingClientRect().width"
+    browser.wait(lambda: 0 < browser.run(plot) <= 600)
+    assert select(browser, "tab-trajectories") == both
+    check_silent(browser, comparison)
+
+
 # --- tabs by keys and by address ------------------------------------------------------------------------------------------------
 
 

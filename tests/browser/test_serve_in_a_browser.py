@@ -60,6 +60,25 @@ def test_a_paused_page_stays_until_it_goes_on(browser: Browser, tmp_path: Path) 
         wait_for_another_page(browser)
 
 
+BLOCKED = """for (const name of ['sessionStorage', 'localStorage'])
+  Object.defineProperty(window, name, {get() { throw new DOMException('blocked', 'SecurityError') }})"""
+
+
+def test_a_served_page_follows_its_run_where_storage_is_blocked(browser: Browser, tmp_path: Path) -> None:
+    folder = make(tmp_path / "going-on", ROWS)
+    script = browser.command("Page.addScriptToEvaluateOnNewDocument", source=BLOCKED)["identifier"]
+    try:
+        with serve([folder]) as server:
+            browser.open(server.address)
+            browser.run("window.first = true")
+            append(folder, 1234, 7.0)
+            wait_for_another_page(browser)
+            browser.wait(lambda: "Live, as of" in browser.run(STATUS))
+            assert browser.complaints() == []
+    finally:
+        browser.command("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+
+
 def test_a_served_page_waits_for_its_run(browser: Browser, tmp_path: Path) -> None:
     with serve([tmp_path / "later"]) as server:
         browser.open(server.address, ready=False)

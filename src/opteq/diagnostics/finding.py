@@ -1,12 +1,15 @@
 """What every diagnostic gives: its data as columns, and itself as a figure."""
 
 import csv
+import io
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+
+from opteq.runs import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,12 +42,12 @@ class Finding(ABC):
         return save(self.figure() if figure is None else figure, Path(path))
 
     def csv(self, path: str | Path) -> Path:
-        """The columns as a file; numbers with all their digits, true and false as 1 and 0."""
-        columns = self.columns()
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
-            rows.writerow(columns)
-            rows.writerows(zip(*(_plain(column) for column in columns.values()), strict=True))
+        """The columns as a file, replaced as a whole; numbers with all their digits, true and false as 1 and 0."""
+        columns, file = self.columns(), io.StringIO(newline="")
+        rows = csv.writer(file)
+        rows.writerow(columns)
+        rows.writerows(zip(*(_plain(column) for column in columns.values()), strict=True))
+        write_atomic(Path(path), file.getvalue())
         return Path(path)
 
     def save(self, folder: str | Path, figure: "Figure | None" = None) -> list[Path]:

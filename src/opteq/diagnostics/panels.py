@@ -69,7 +69,10 @@ def curves(rows: Iterable[Row], panel: Panel) -> list[Curve]:
 
 def series_curves(rows: Iterable[Row], series: Series) -> list[Curve]:
     """The curves of one series that have a number: one, or one for each name; a row without the name is a gap there."""
-    found = [(number(row.get("step")), _entries(row, series)) for row in rows if row.get("kind") == series.kind]
+    own = [row for row in rows if row.get("kind") == series.kind and (series.every or series.key in row)]
+    if not series.every and all(row[series.key] is None or isinstance(row[series.key], (int, float)) for row in own):
+        return _single(own, series)
+    found = [(number(row.get("step")), _entries(row, series)) for row in own]
     points = [(step, entries) for step, entries in found if step is not None and entries]
     names = list(dict.fromkeys(name for _, entries in points for name in entries))[:MOST]
     x = np.array([step for step, _ in points], dtype=float)
@@ -82,6 +85,13 @@ def series_curves(rows: Iterable[Row], series: Series) -> list[Curve]:
     return drawn
 
 
+def _single(rows: list[Row], series: Series) -> list[Curve]:
+    """The curve of plain numbers: there may be hundreds of thousands."""
+    x, y = (np.array([number(row.get(key)) for row in rows], dtype=float) for key in ("step", series.key))
+    known = ~np.isnan(x)
+    return [Curve(series.label, x[known], y[known])] if np.isfinite(y[known]).any() else []
+
+
 def number(value: Any) -> float | None:
     """The value if it is a number that can be drawn; else None: null, NaN, infinity, text."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
@@ -89,17 +99,18 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def ranges_widely(values: npt.NDArray[np.float64]) -> bool:
-    """Whether a logarithmic axis suits: for what begins at 0, from its next value on."""
-    positive = values[values > 0]
-    return bool(len(positive) and values.min() >= 0 and positive.max() / LOG_RATIO > positive.min())
+def ranges_widely(drawn: Iterable[Curve]) -> bool:
+    """Whether a logarithmic axis suits all of the curves: one may begin at 0, and is drawn from its next value on."""
+    kept = [np.trim_zeros(curve.y[np.isfinite(curve.y)], "f") for curve in drawn]
+    values = np.concatenate([np.empty(0), *kept])
+    return bool(kept and all(map(len, kept)) and values.min() > 0 and values.max() / LOG_RATIO > values.min())
 
 
 def _entries(row: Row, series: Series) -> dict[str, Any]:
     """The values of a series by name: a single one has none; those of a list have their places, from 1."""
     if series.every:
         return {str(key)[len(series.key) :]: value for key, value in row.items() if str(key).startswith(series.key)}
-    value = row.get(series.key, ())
+    value = row[series.key]
     if isinstance(value, Mapping):
         return {str(key): part for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -37,7 +37,7 @@ class HasHistory(Protocol):
 Source: TypeAlias = str | Path | Run | Monitor | HasHistory | Iterable[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainingCurves(Finding):
     """The rows of a training, of the kinds "step", "epoch", "monitor" and "event", as panels of curves; others are left out."""
 
@@ -54,11 +54,13 @@ class TrainingCurves(Finding):
         found = [(panel.title, curve) for panel in self.panels for curve in curves(self.rows, panel)]
         kept = [np.isfinite(curve.y) for _, curve in found]
         counts = [int(finite.sum()) for finite in kept]
+        steps = [curve.x[finite].astype(int) for (_, curve), finite in zip(found, kept, strict=True)]
+        values = [curve.y[finite] for (_, curve), finite in zip(found, kept, strict=True)]
         return {
             "panel": np.repeat(np.array([title for title, _ in found], dtype=str), counts),
             "series": np.repeat(np.array([curve.label for _, curve in found], dtype=str), counts),
-            "step": np.concatenate([np.empty(0), *(curve.x[finite] for (_, curve), finite in zip(found, kept, strict=True))]),
-            "value": np.concatenate([np.empty(0), *(curve.y[finite] for (_, curve), finite in zip(found, kept, strict=True))]),
+            "step": np.concatenate([np.empty(0, dtype=int), *steps]),
+            "value": np.concatenate([np.empty(0), *values]),
         }
 
     def figure(self) -> "Figure":
@@ -118,8 +120,10 @@ def _draw(axes: "Axes", panel: Panel, rows: tuple[Mapping[str, Any], ...]) -> No
         axes.plot(curve.x, curve.y, color=colour, marker=marker, markersize=3.5, label=label, **_look(series))
     _scale(axes, panel, [curve for _, curve in found])
     events = [number(row.get("step")) for row in rows if row.get("kind") == "event"]
-    for place, step in enumerate([step for step in events if step is not None][:EVENTS]):
-        axes.axvline(step, color="0.45", linewidth=0.8, linestyle=":", label=None if place else "event")
+    known = [step for step in events if step is not None]
+    name = "event" if len(known) <= EVENTS else f"event, the first {EVENTS}"
+    for place, step in enumerate(known[:EVENTS]):
+        axes.axvline(step, color="0.45", linewidth=0.8, linestyle=":", label=None if place else name)
     _head(axes, panel.title)
 
 
@@ -147,7 +151,7 @@ def _scale(axes: "Axes", panel: Panel, drawn: list[Curve]) -> None:
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.spines[["top", "right"]].set_visible(False)
-    if panel.scale == "log" and ranges_widely(values):
+    if panel.scale == "log" and ranges_widely(drawn):
         axes.set_yscale("log", nonpositive="mask")
         return
     axes.yaxis.set_major_formatter(PercentFormatter(1.0) if panel.scale == "share" else "{x:g}")

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from opteq.diagnostics.panels import Curve
 
-__all__ = ["finite", "thinned"]
+__all__ = ["finite", "spread", "thinned"]
 
 Array = npt.NDArray[np.float64]
 
@@ -14,6 +14,11 @@ def finite(values: Array) -> Array:
     """The values without gaps."""
     kept: Array = values[np.isfinite(values)]
     return kept
+
+
+def spread(size: int, most: int) -> npt.NDArray[np.intp]:
+    """Places from the first to the last, at most so many."""
+    return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.intp))
 
 
 def thinned(whole: Curve, points: int) -> Curve:

@@ -17,11 +17,12 @@ from opteq.report.words import figure_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["curve_charts"]
+__all__ = ["EVENTS_DRAWN", "curve_charts", "event_steps"]
 
 EVENTS_DRAWN, CURVES_DESCRIBED, NAMED = 20, 8, 8
-MARKED = 40  # a curve of no more points has markers
-STATIC, LIVE = (300, 3_000), (1_500, 9_000)  # points of a curve, and of a chart: the page must stay small
+MARKED, BUSY = 40, 12  # a curve of no more points has markers, in drawings of no more lines: each is an element of the page
+STATIC, LIVE = (300, 3_000), (1_500, 6_000)  # points of a curve, and of a chart: the page must stay small
+LEAST = 20  # points of a curve of many
 DASHES: Final = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 
 
@@ -44,20 +45,20 @@ def curve_charts(panels: tuple[Panel, ...], runs: list[RunData]) -> list[Chart]:
 def _lines(panel: Panel, runs: list[RunData]) -> list[Line]:
     lines = []
     for place, run in enumerate(runs):
-        found = [(series, curve) for series in panel.series for curve in series_curves(run.rows, series)]
+        found = [(series, curve) for series in panel.series for curve in series_curves(run.rows[series.kind], series)]
         lines += [Line(place, series, at, curve) for at, (series, curve) in enumerate(found)]
     return lines
 
 
 def _fewer(lines: list[Line], limits: tuple[int, int]) -> list[Line]:
-    points = max(40, min(limits[0], limits[1] // len(lines)))
+    points = max(LEAST, min(limits[0], limits[1] // len(lines)))
     return [Line(line.run, line.series, line.place, thinned(line.curve, points)) for line in lines]
 
 
 def _chart(panel: Panel, lines: list[Line], runs: list[RunData]) -> Chart:
     words = [f"{runs[line.run].name}, {line.curve.label}: {_in_words(line.curve)}" for line in lines]
     described = clean(f"{panel.title} over training steps. {'; '.join(words[:CURVES_DESCRIBED])}.")
-    log = panel.scale == "log" and ranges_widely(_values(lines))
+    log = panel.scale == "log" and ranges_widely(line.curve for line in lines)
     live = _fewer(lines, LIVE)
     return Chart(
         name=re.sub(r"[^a-z]+", "-", panel.title.lower()),
@@ -138,10 +139,14 @@ def _layout(panel: Panel, lines: list[Line], log: bool, events: list[Row]) -> di
         scale = {"tickformat": ".0%" if high - low > 0.05 else ".1%", "range": listed([low - room, top])}
     marks = [
         {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "var(--soft)", "dash": "dot"}}
-        for event in events[:EVENTS_DRAWN]
-        if (step := number(event.get("step"))) is not None
+        for step in event_steps(events)[:EVENTS_DRAWN]
     ]
     return {"xaxis": axis("step"), "yaxis": scale, "shapes": marks}
+
+
+def event_steps(events: list[Row]) -> list[float]:
+    """Where events were, as far as that is known."""
+    return [step for event in events if (step := number(event.get("step"))) is not None]
 
 
 def _values(lines: list[Line]) -> Array:
@@ -163,12 +168,13 @@ def _static(panel: Panel, lines: list[Line], runs: list[RunData], log: bool, des
     with drawing((4.3, 2.8)) as figure:
         axes = figure.subplots()
         for line in lines:
-            shade, marker = COLOURS[_palette(line, several) % len(COLOURS)], "o" if _marked(line.curve) else ""
+            alone = len(finite(line.curve.y)) == 1
+            shade = COLOURS[_palette(line, several) % len(COLOURS)]
+            marker = "o" if alone or (_marked(line.curve) and len(lines) <= BUSY) else ""
             axes.plot(line.curve.x, line.curve.y, color=shade, marker=marker, **_look(line.series))
         _scale(axes, panel, lines, log)
-        for event in [] if several else runs[0].events[:EVENTS_DRAWN]:
-            if (step := number(event.get("step"))) is not None:
-                axes.axvline(step, color=INK, linewidth=0.8, linestyle=":")
+        for step in [] if several else event_steps(runs[0].events)[:EVENTS_DRAWN]:
+            axes.axvline(step, color=INK, linewidth=0.8, linestyle=":")
         _static_legend(axes, lines, several)
         return as_svg(figure, described)
 

@@ -1,25 +1,30 @@
 """The findings in a run folder: CSV files of diagnostics, read so that no content can break the page."""
 
 import csv
+import io
 import math
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from opteq.report.text import clean
+from opteq.diagnostics.panels import LARGEST
+from opteq.report.curves import spread
+from opteq.report.text import clean, file_text
 
-__all__ = ["Eigenvalues", "Findings", "Landscape", "Path2", "Residual", "Spectrum", "Trajectory", "read_findings"]
+__all__ = ["Eigenvalues", "Findings", "Landscape", "Path2", "Residual", "Spectrum", "Trajectory", "has_findings", "read_findings"]
 
 Array = npt.NDArray[Any]
 Columns = dict[str, list[str]]
 BYTES, ROWS = 100_000_000, 1_000_000  # of one file
 PATHS, STAGES, STEPS = 80, 6, 60  # of trajectories: samples in each stage, stages, steps of one path
-SOLVERS, EIGENVALUES, BARS = 8, 4_000, 200
-LARGEST = 1e100  # larger values are taken for infinite: axes overflow
+SOLVERS, BARS = 8, 200
+NAMES = ("landscape", "trajectory", "residuals", "jacobian", "hessian")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +38,7 @@ class Landscape:
 
     def thinned(self, most: int) -> "Landscape":
         """At most so many points in each direction, from the first to the last."""
-        kept = [_spread(size, most) for size in self.loss.shape]
+        kept = [spread(size, most) for size in self.loss.shape]
         y = None if self.y is None else self.y[kept[-1]]
         return Landscape(self.x[kept[0]], y, self.loss[np.ix_(*kept)], self.converged[np.ix_(*kept)])
 
@@ -50,20 +55,24 @@ class Path2:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The paths of one stage of a training, and of how many samples they were chosen."""
+    """The paths of one stage of a training, and of how many samples and stages they were chosen."""
 
     stage: str
     paths: list[Path2]
     samples: int
+    stages: int
 
     def thinned(self, most: int) -> "Trajectory":
         """At most so many paths."""
-        return Trajectory(self.stage, [self.paths[place] for place in _spread(len(self.paths), most)], self.samples)
+        return replace(self, paths=[self.paths[place] for place in spread(len(self.paths), most)])
 
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """Residuals over the steps of one solver: quantiles over samples, and the share of samples solved."""
+    """Residuals over the steps of one solver: quantiles over samples, and the share of samples solved.
+
+    `evals`: the evaluations so far, NaN where unknown; `solvers`: of how many this is one.
+    """
 
     solver: str
     step: Array
@@ -72,74 +81,108 @@ class Residual:
     median: Array
     low: Array
     solved: Array
+    evals: Array
+    solvers: int
+
+    def thinned(self, most: int) -> "Residual":
+        """At most so many steps."""
+        at = spread(len(self.step), most)
+        names = ("step", "worst", "high", "median", "low", "solved", "evals")
+        return replace(self, **{name: getattr(self, name)[at] for name in names})
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Eigenvalues of the Jacobian at the equilibria of some samples."""
+    """The finite eigenvalues of the Jacobian at the equilibria of some samples; `count`: how many there are, others included."""
 
     sample: list[str]
     real: Array
     imag: Array
     converged: Array
+    count: int
 
     @property
-    def radius(self) -> float:
-        """The largest modulus."""
-        return float(np.hypot(self.real, self.imag).max())
+    def modulus(self) -> Array:
+        """Of each; the largest is the spectral radius if none is `unsure`."""
+        return np.asarray(np.hypot(self.real, self.imag))
+
+    @property
+    def unsure(self) -> int:
+        """How many are not finite or not converged."""
+        return self.count - int(self.converged.sum())
+
+    def thinned(self, most: int) -> "Spectrum":
+        """At most so many, and the largest."""
+        at = np.union1d(spread(len(self.real), most), self.modulus.argmax())
+        return Spectrum([self.sample[place] for place in at], self.real[at], self.imag[at], self.converged[at], self.count)
 
 
 @dataclass(frozen=True, eq=False)
 class Eigenvalues:
-    """Eigenvalues of the Hessian, with bounds on their errors."""
+    """Eigenvalues of the Hessian to be drawn, with bounds on their errors, NaN where unknown; the largest of all, and how many."""
 
     value: Array
     error: Array
     converged: Array
+    largest: float
+    count: int
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What there is of a run; the rest is empty."""
+    """What there is of a run; the rest is empty. `left_out`: there is something that was not read."""
 
     landscape: Landscape | None = None
     trajectory: tuple[Trajectory, ...] = ()
     residuals: tuple[Residual, ...] = ()
     jacobian: Spectrum | None = None
     hessian: Eigenvalues | None = None
+    left_out: bool = False
+
+
+def has_findings(folder: Path) -> bool:
+    """Whether there is a file of one."""
+    return any(os.path.lexists(folder / f"{name}.csv") for name in NAMES)
 
 
 def read_findings(folder: Path, noting: Callable[[Callable[[], Any], Any], Any]) -> Findings:
-    """All findings in the folder. `noting(read, otherwise)` calls `read` and takes care of its OSErrors and ValueErrors."""
+    """All findings in the folder. `noting(read, otherwise)` calls `read` and takes care of its RunErrors and ValueErrors."""
 
-    def found(name: str, parse: Callable[[Columns], Any], needed: str, otherwise: Any = None) -> Any:
+    def found(name: str, parse: Callable[[Columns], Any], needed: str, otherwise: Any = None, useful: str = "") -> Any:
         path = folder / f"{name}.csv"
-        return noting(lambda: parse(_columns(path, needed.split())), otherwise) if path.exists() else otherwise
+        if not os.path.lexists(path):
+            return otherwise
+        return noting(lambda: parse(_columns(path, needed.split(), useful)), otherwise)
 
     return Findings(
-        landscape=found("landscape", _landscape, "x loss converged"),
+        landscape=found("landscape", _landscape, "x loss converged", useful="y"),
         trajectory=found("trajectory", _trajectory, "stage sample label step pc1 pc2", ()),
-        residuals=found("residuals", _residuals, "solver step worst high median low solved", ()),
+        residuals=found("residuals", _residuals, "solver step worst high median low solved", (), useful="evals"),
         jacobian=found("jacobian", _jacobian, "sample real imag converged"),
         hessian=found("hessian", _hessian, "eigenvalue error converged"),
     )
 
 
-def _columns(path: Path, needed: Sequence[str]) -> Columns:
-    if path.stat().st_size > BYTES:
-        raise ValueError(f"{path} is too large to be shown: {path.stat().st_size:,} bytes")
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        try:
-            head, *rows = (row for row, _ in zip(csv.reader(file), range(ROWS + 2), strict=False))
-        except (csv.Error, ValueError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-    if missing := [name for name in needed if name not in head]:
-        raise ValueError(f"{path} is damaged: it has no column {', '.join(missing)}")
+def _columns(path: Path, needed: Sequence[str], useful: str) -> Columns:
+    """The columns that are needed, and the useful one if there is any."""
+    lines = csv.reader(io.StringIO(file_text(path, BYTES), newline=""))
+    try:
+        head = next(lines, [])
+        if missing := [name for name in needed if name not in head]:
+            raise ValueError(f"it has no column {', '.join(missing)}")
+        places = {name: head.index(name) for name in (*needed, useful) if name in head}
+        rows = [[row[place] for place in places.values()] for row in islice(lines, ROWS + 1) if _whole(row, head)]
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
     if not rows or len(rows) > ROWS:
         raise ValueError(f"{path} has no rows" if not rows else f"{path} has more than {ROWS:,} rows")
-    if any(len(row) != len(head) for row in rows):
-        raise ValueError(f"{path} is damaged: its rows differ in length")
-    return {name: [row[place] for row in rows] for place, name in enumerate(head)}
+    return dict(zip(places, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def _whole(row: list[str], head: list[str]) -> bool:
+    if len(row) != len(head):
+        raise ValueError("its rows differ in length")
+    return True
 
 
 def _numbers(column: list[str]) -> Array:
@@ -166,18 +209,17 @@ def _landscape(columns: Columns) -> Landscape:
     places = [_numbers(columns[name]) for name in ("x", "y") if name in columns]
     if any(np.isnan(place).any() for place in places):
         raise ValueError("landscape.csv is damaged: a coordinate is not a number")
+    if len(places) == 2 and any(np.ptp(place) == 0 for place in places):  # a plane of one row is a line
+        places = [max(places, key=np.ptp)]
     axes, at = zip(*(np.unique(place, return_inverse=True) for place in places), strict=True)
     shape = tuple(len(axis) for axis in axes)
-    if math.prod(shape) > 2 * len(columns["x"]):
-        raise ValueError("landscape.csv is damaged: its points are no grid")
-    loss, converged = np.full(shape, np.nan), np.zeros(shape, dtype=bool)
-    loss[at], converged[at] = _numbers(columns["loss"]), _flags(columns["converged"])
+    if math.prod(shape) != len(places[0]):
+        raise ValueError("landscape.csv is damaged: its points are no grid, or some are missing")
+    seen, loss, converged = np.zeros(shape, dtype=bool), np.full(shape, np.nan), np.zeros(shape, dtype=bool)
+    seen[at], loss[at], converged[at] = True, _numbers(columns["loss"]), _flags(columns["converged"])
+    if not seen.all():
+        raise ValueError("landscape.csv is damaged: a point is there twice, and another is missing")
     return Landscape(axes[0], axes[1] if len(axes) == 2 else None, loss, converged)
-
-
-def _spread(size: int, most: int) -> Array:
-    """Places from the first to the last, at most so many."""
-    return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(int))
 
 
 def _groups(keys: list[str]) -> dict[str, list[int]]:
@@ -190,39 +232,43 @@ def _groups(keys: list[str]) -> dict[str, list[int]]:
 
 def _trajectory(columns: Columns) -> tuple[Trajectory, ...]:
     stages = list(_groups(columns["stage"]).items())
-    kept = [stages[place] for place in _spread(len(stages), STAGES)]
+    kept = [stages[place] for place in spread(len(stages), STAGES)]
     step, points = _numbers(columns["step"]), np.stack([_numbers(columns["pc1"]), _numbers(columns["pc2"])], axis=1)
-    return tuple(_stage(name, rows, columns, step, points) for name, rows in kept)
+    return tuple(Trajectory(clean(name), *_paths(rows, columns, step, points), len(stages)) for name, rows in kept)
 
 
-def _stage(name: str, rows: list[int], columns: Columns, step: Array, points: Array) -> Trajectory:
+def _paths(rows: list[int], columns: Columns, step: Array, points: Array) -> tuple[list[Path2], int]:
+    """Those of some samples of a stage, and how many there are."""
     samples = list(_groups([columns["sample"][row] for row in rows]).items())
-    paths = []
-    for place in _spread(len(samples), PATHS):
+    all_rows, paths = np.array(rows), []
+    for place in spread(len(samples), PATHS):
         sample, inside = samples[place]
-        at = np.array(rows)[inside][_spread(len(inside), STEPS)]
+        at = all_rows[np.array(inside)[spread(len(inside), STEPS)]]
         paths.append(Path2(clean(sample), clean(columns["label"][at[0]]), step[at], points[at]))
-    return Trajectory(clean(name), paths, len(samples))
+    return paths, len(samples)
 
 
 def _residuals(columns: Columns) -> tuple[Residual, ...]:
     values = {name: _numbers(columns[name]) for name in ("step", "worst", "high", "median", "low", "solved")}
-    solvers = list(_groups(columns["solver"]).items())[:SOLVERS]
-    return tuple(Residual(clean(name), **{key: value[rows] for key, value in values.items()}) for name, rows in solvers)
+    values["evals"] = _numbers(columns["evals"]) if "evals" in columns else np.full(len(values["step"]), np.nan)
+    found = _groups(columns["solver"])
+    parts = ((name, {key: value[rows] for key, value in values.items()}) for name, rows in list(found.items())[:SOLVERS])
+    return tuple(Residual(clean(name), **part, solvers=len(found)) for name, part in parts)
 
 
 def _jacobian(columns: Columns) -> Spectrum:
-    real, imag = _numbers(columns["real"])[:EIGENVALUES], _numbers(columns["imag"])[:EIGENVALUES]
-    good = np.isfinite(real) & np.isfinite(imag)
-    if not good.any():
+    real, imag = _numbers(columns["real"]), _numbers(columns["imag"])
+    (good,) = np.nonzero(np.isfinite(real) & np.isfinite(imag))
+    if not len(good):
         raise ValueError("jacobian.csv is damaged: it has no eigenvalue")
-    sample = [clean(name) for name, fine in zip(columns["sample"], good, strict=False) if fine]
-    return Spectrum(sample, real[good], imag[good], _flags(columns["converged"])[:EIGENVALUES][good])
+    sample = [clean(columns["sample"][place]) for place in good]
+    return Spectrum(sample, real[good], imag[good], _flags(columns["converged"])[good], len(real))
 
 
 def _hessian(columns: Columns) -> Eigenvalues:
-    value, error = _numbers(columns["eigenvalue"])[:BARS], _numbers(columns["error"])[:BARS]
-    good = np.isfinite(value)
-    if not good.any():
+    value, error = _numbers(columns["eigenvalue"]), np.abs(_numbers(columns["error"]))
+    (good,) = np.nonzero(np.isfinite(value))
+    if not len(good):
         raise ValueError("hessian.csv is damaged: it has no eigenvalue")
-    return Eigenvalues(value[good], np.nan_to_num(np.abs(error[good])), _flags(columns["converged"])[:BARS][good])
+    drawn = good[:BARS]
+    return Eigenvalues(value[drawn], error[drawn], _flags(columns["converged"])[drawn], float(value[good].max()), len(value))

@@ -51,7 +51,7 @@ def _line(latex: str) -> str:
         warnings.simplefilter("ignore", UserWarning)
         try:
             path = TextPath((0, 0), f"${translated(latex)}$", size=SIZE, prop=FontProperties(math_fontfamily="cm"))
-        except (ValueError, RuntimeError, KeyError, IndexError, OverflowError):
+        except Exception:  # whatever a parser may raise that was not made for all that a run may say
             return ""
     return _svg(path) if len(path.vertices) else ""
 

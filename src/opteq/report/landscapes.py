@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from opteq.diagnostics.contours import LOG_RATIO, contour_levels
 from opteq.report.charts import Chart, Trace, as_svg, axis, colour, drawing, listed
+from opteq.report.curves import finite
 from opteq.report.findings import Landscape
 from opteq.report.reading import RunData
 from opteq.report.svg import COLOURS, INK
@@ -19,26 +21,20 @@ __all__ = ["landscape_charts"]
 
 Array = npt.NDArray[Any]
 POINTS = 20_000  # of all planes of a page, which must stay small
-LEVELS, LOG_RATIO = 20, 10.0  # above this ratio of the largest to the least loss, a logarithmic scale
 FAILED, CROSS = 1, "#ff5a36"  # the colour of failures: in the palette, and on viridis
 
 
 def landscape_charts(runs: list[RunData]) -> list[Chart]:
     """One chart for each run that has a landscape; planes share one scale of colours."""
     found = [(place, run, run.findings.landscape) for place, run in enumerate(runs) if run.findings.landscape is not None]
-    values = np.concatenate([_finite(shape.loss) for _, _, shape in found]) if found else np.zeros(0)
+    values = np.concatenate([finite(shape.loss) for _, _, shape in found]) if found else np.zeros(0)
     side = int((POINTS / max(len(found), 1)) ** 0.5)
     drawn = [(place, run.name, shape, shape.thinned(side if shape.y is not None else side**2)) for place, run, shape in found]
-    return [_chart(*part, values, len(runs) > 1) for part in drawn if len(_finite(part[-1].loss))]
-
-
-def _finite(values: Array) -> Array:
-    kept: Array = values[np.isfinite(values)]
-    return kept
+    return [_chart(*part, values, len(runs) > 1) for part in drawn if len(finite(part[-1].loss))]
 
 
 def _chart(place: int, name: str, whole: Landscape, shape: Landscape, values: Array, several: bool) -> Chart:
-    own, failed = _finite(whole.loss), ~whole.converged
+    own, failed = finite(whole.loss), ~whole.converged
     share = percent(float(failed.mean()))
     described = (
         f"Loss around the parameters of {name}: from {figure_text(float(own.min()))} to {figure_text(float(own.max()))}; "
@@ -46,6 +42,7 @@ def _chart(place: int, name: str, whole: Landscape, shape: Landscape, values: Ar
     )
     plane, fits = shape.y is not None, shape.loss.shape == whole.loss.shape
     traces, layout = (_plane if plane else _line)(shape, values)
+    middle = "The trained network is at the white plus. " if plane else "The trained network is at 0. "
     failures = f"Crosses mark the {share} of the points where a solve did not converge: the loss there is of no equilibrium."
     return Chart(
         name=f"landscape-{place}",
@@ -55,20 +52,13 @@ def _chart(place: int, name: str, whole: Landscape, shape: Landscape, values: Ar
         traces=traces,
         layout=layout,
         runs=[place] * len(traces),
-        note=(failures if failed.any() else "Every point converged.") + ("" if fits else " Not every point is shown."),
+        note=middle + (failures if failed.any() else "Every point converged.") + ("" if fits else " Not every point is shown."),
         shape="square" if plane else "wide",
     )
 
 
 def _is_log(values: Array) -> bool:
     return bool(values.min() > 0 and values.max() / LOG_RATIO > values.min())
-
-
-def _levels(values: Array) -> Array:
-    low, high = float(values.min()), float(values.max())
-    if not high > low:
-        high = low + max(abs(low), 1.0) * 1e-3
-    return np.geomspace(low, high, LEVELS) if _is_log(values) else np.linspace(low, high, LEVELS)
 
 
 def _ticks(values: Array) -> Array:
@@ -85,7 +75,7 @@ def _ticks(values: Array) -> Array:
 
 def _plane(shape: Landscape, values: Array) -> tuple[list[Trace], dict[str, Any]]:
     assert shape.y is not None
-    log, levels = _is_log(values), _levels(values)
+    log, levels = _is_log(values), contour_levels(values)
     with np.errstate(invalid="ignore", divide="ignore"):
         heights, steps = (np.log10(shape.loss), np.log10(levels)) if log else (shape.loss, levels)
     bar: dict[str, Any] = {"title": {"text": "loss"}, "thickness": 12, "outlinewidth": 0, "len": 0.9}
@@ -174,14 +164,12 @@ def _static_plane(shape: Landscape, values: Array, described: str) -> str:
     with drawing((4.3, 3.5)) as figure:
         axes = figure.subplots()
         axes.grid(False)
-        levels = _levels(values)
-        if min(shape.loss.shape) > 1:
-            scale: Any = "log" if _is_log(values) else "linear"
-            shown = np.ma.masked_invalid(shape.loss)
-            filled = axes.contourf(shape.x, shape.y, shown.T, levels=levels, norm=scale, cmap="viridis", extend="both")
-            bar = figure.colorbar(filled, ax=axes, label="loss", format="%.3g", ticks=_ticks(values) if scale == "log" else None)
-            bar.outline.set_visible(False)
-            bar.minorticks_off()
+        scale: Any = "log" if _is_log(values) else "linear"
+        shown = np.ma.masked_invalid(shape.loss)
+        filled = axes.contourf(shape.x, shape.y, shown.T, levels=contour_levels(values), norm=scale, cmap="viridis")
+        bar = figure.colorbar(filled, ax=axes, label="loss", format="%.3g", ticks=_ticks(values) if scale == "log" else None)
+        bar.outline.set_visible(False)
+        bar.minorticks_off()
         axes.plot(*_failures(shape), "x", color=CROSS, markersize=3, markeredgewidth=0.9)
         axes.plot(0, 0, marker="+", color="white", markersize=8, markeredgewidth=1.6)
         axes.set(xlabel="first direction", ylabel="second direction", aspect="equal")

@@ -12,10 +12,10 @@ from opteq import __version__
 from opteq.checks import invalid
 from opteq.diagnostics.panels import METRICS, SOLVER, THEORY
 from opteq.report.charts import Chart
-from opteq.report.figures import curve_charts
+from opteq.report.figures import EVENTS_DRAWN, curve_charts, event_steps
 from opteq.report.formulas import drawn
 from opteq.report.landscapes import landscape_charts
-from opteq.report.reading import RunData, entries, read_all, shown
+from opteq.report.reading import TEXT, RunData, entries, read_all, shown
 from opteq.report.residuals import residual_charts
 from opteq.report.spectra import hessian_charts, jacobian_charts
 from opteq.report.tables import Table, conditions, events, facts, parameters, requirements, results
@@ -25,6 +25,8 @@ from opteq.report.words import certificate_words, convexity_words, figure_text, 
 from opteq.runs import write_atomic
 
 __all__ = ["render", "write"]
+
+CHARTED = 24  # runs with curves, events, a problem and a certificate on the page, which must stay small; the tables hold all
 
 
 def write(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -85,6 +87,7 @@ def render(runs: list[RunData], live: bool = False) -> str:
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         version=__version__,
         runs=runs,
+        runs_of=runs_of,
         data=to_json(_data(content)),
         scripts=scripts,
         policy=_policy([*scripts.values(), plotly], live),
@@ -93,33 +96,60 @@ def render(runs: list[RunData], live: bool = False) -> str:
 
 
 def _content(runs: list[RunData]) -> dict[str, Any]:
-    return {
+    some = runs[:CHARTED]
+    found = {
         "verdicts": [(run.name, verdict(run)) for run in runs],
         "results": results(runs),
         "configuration": facts("Configuration", runs, lambda run: run.config),
         "environment": facts("Environment", runs, lambda run: run.environment),
         "parameters": parameters(runs),
-        "events": [table for run in runs if (table := events(run)) is not None],
-        "problems": _merged([_stated(run) for run in runs if run.problem]),
-        "certificates": [_certified(run) for run in runs if run.certificate],
-        "metrics": curve_charts(METRICS, runs),
-        "solver": curve_charts(SOLVER, runs),
+        "events": [table for run in some if (table := events(run)) is not None],
+        "problems": _merged([_stated(run) for run in some if run.problem]),
+        "certificates": [_certified(run) for run in some if run.certificate],
+        "metrics": curve_charts(METRICS, some),
+        "solver": curve_charts(SOLVER, some),
         "equilibria": [*residual_charts(runs), *jacobian_charts(runs)],
-        "theory": curve_charts(THEORY, runs),
+        "theory": curve_charts(THEORY, some),
         "landscapes": [*landscape_charts(runs), *hessian_charts(runs)],
-        "trajectories": _by_run(trajectory_charts(runs), runs),
+        "trajectories": _by_run(trajectory_charts(runs)),
     }
+    return {**found, "marks": _marks(runs), "cut": _cut(runs), "unread": _unread(runs)}
 
 
-def _by_run(charts: list[Chart], runs: list[RunData]) -> list[tuple[str, list[Chart]]]:
-    found = [(run.name, [chart for chart in charts if chart.name.split("-")[1] == str(place)]) for place, run in enumerate(runs)]
-    return [(name, part) for name, part in found if part]
+def _by_run(charts: list[Chart]) -> dict[int, list[Chart]]:
+    found: dict[int, list[Chart]] = {}
+    for chart in charts:
+        found.setdefault(runs_of([chart])[0], []).append(chart)
+    return found
+
+
+def runs_of(charts: list[Chart]) -> list[int]:
+    """The places of the runs that have something in the charts."""
+    return sorted({place for chart in charts for place in chart.runs if place is not None})
+
+
+def _marks(runs: list[RunData]) -> str:
+    """What the lines for events mean; there are some only for a single run."""
+    count = len(event_steps(runs[0].events)) if len(runs) == 1 else 0
+    which = "events" if count <= EVENTS_DRAWN else f"the first {EVENTS_DRAWN} of {count:,} events"
+    return f"Dotted vertical lines mark {which}." if count else ""
+
+
+def _cut(runs: list[RunData]) -> str:
+    rest = f"of the first {CHARTED} of {len(runs):,} runs; the tables of results and settings hold all"
+    return f"Curves, events, problems and certificates are those {rest}." if len(runs) > CHARTED else ""
+
+
+def _unread(runs: list[RunData]) -> str:
+    count = sum(run.findings.left_out for run in runs)
+    rest = f"of the first runs that have them; those of {count:,} more are left out"
+    return f"Residuals, spectra, landscapes and trajectories are those {rest}." if count else ""
 
 
 def _data(content: dict[str, Any]) -> dict[str, Any]:
     """What the script draws, by the id of the figure."""
     charts = [chart for name in ("metrics", "solver", "equilibria", "theory", "landscapes") for chart in content[name]]
-    charts += [chart for _, part in content["trajectories"] for chart in part]
+    charts += [chart for part in content["trajectories"].values() for chart in part]
     return {
         f"chart-{chart.name}": {
             "data": chart.traces,
@@ -141,15 +171,15 @@ def _certified(run: RunData) -> Certified:
         training=training_words(entries(certificate.get("trained"))),
         remedies=remedies(certificate),
         table=conditions(certificate),
-        text=certificate["explain"] if isinstance(certificate.get("explain"), str) else "",
+        text=shown(certificate["explain"], TEXT) if isinstance(certificate.get("explain"), str) else "",
     )
 
 
 def _stated(run: RunData) -> Stated:
-    text, latex = run.problem.get("text"), run.problem.get("latex")
+    latex = run.problem.get("latex")
     return Stated(
         run=run.name,
-        text=text if isinstance(text, str) else shown(text),
+        text=shown(run.problem.get("text") or latex, TEXT),
         formula=drawn(latex) if isinstance(latex, str) else [],
         convexity=convexity_words(run.problem),
         table=requirements(run.problem),
@@ -157,11 +187,17 @@ def _stated(run: RunData) -> Stated:
 
 
 def _merged(problems: list[Stated]) -> list[Stated]:
-    """What is the same for several runs once, for all of them."""
+    """What is the same for several runs once, for all of them; a formula is drawn once, and then its text must do."""
     found: dict[str, list[Stated]] = {}
     for part in problems:
         found.setdefault(repr(replace(part, run="")), []).append(part)
-    return [replace(parts[0], run=", ".join(part.run for part in parts)) for parts in found.values()]
+    merged, drawings = [], set[str]()
+    for first, *others in found.values():
+        drawing = "".join(first.formula)
+        runs = ", ".join(part.run for part in (first, *others))
+        merged.append(replace(first, run=runs, formula=[] if drawing in drawings else first.formula))
+        drawings.add(drawing)
+    return merged
 
 
 def _script(name: str) -> str:

@@ -2,18 +2,22 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from opteq.report.findings import Findings, read_findings
+from opteq.report.findings import Findings, has_findings, read_findings
+from opteq.report.text import file_text
 from opteq.runs import Run, RunError
 
-__all__ = ["Row", "RunData", "entries", "flattened", "read_all", "rows_of", "shown"]
+__all__ = ["TEXT", "Row", "RunData", "entries", "flattened", "read_all", "rows_of", "shown"]
 
 Row: TypeAlias = dict[str, Any]
-LONGEST = 300  # characters of a value that are shown
+LONGEST, TEXT = 300, 20_000  # characters that are shown: of a value, and of a text with a place of its own
+BYTES = 1_000_000  # of a text file
+WITH_FINDINGS = 8  # runs whose findings are read: the page must stay small
 
 
 @dataclass(frozen=True)
@@ -34,24 +38,31 @@ class RunData:
     notes: list[str]
 
     @property
-    def rows(self) -> list[Row]:
-        """All that has been measured."""
-        return [*self.steps, *self.epochs, *self.monitors]
+    def rows(self) -> dict[str, list[Row]]:
+        """All that has been measured, by its kind."""
+        return {"step": self.steps, "epoch": self.epochs, "monitor": self.monitors}
 
 
 def read_all(folders: Sequence[Path]) -> list[RunData]:
-    """The runs, with names that tell them apart: of the folders, or their whole paths where two are the same."""
+    """The runs, with names that tell them apart: of the folders, or their whole paths where two are the same.
+
+    Of many runs, only the first that have findings have them here; those of others are `left_out`.
+    """
     names = [folder.resolve().name for folder in folders]
     unique = len(set(names)) == len(names)
-    return [_read(folder, name if unique else str(folder)) for folder, name in zip(folders, names, strict=True)]
+    shown = [folder for folder in folders if has_findings(folder)][:WITH_FINDINGS]
+    return [_read(folder, name if unique else str(folder), folder in shown) for folder, name in zip(folders, names, strict=True)]
 
 
-def _read(folder: Path, name: str) -> RunData:
+def _read(folder: Path, name: str, with_findings: bool) -> RunData:
     run, notes = Run.read(folder), list[str]()
     metrics = _noting(notes, run.metrics, [])
     rows = {kind: [row for row in metrics if row.get("kind") == kind] for kind in ("step", "epoch", "monitor", "event")}
     files = {part: _noting(notes, lambda part=part: run.read_json(f"{part}.json"), None) for part in _FILES}  # type: ignore[misc]
     text = _noting(notes, lambda: _text(folder / "problem.txt"), "").strip()
+    findings = Findings(left_out=has_findings(folder))
+    if with_findings:
+        findings = read_findings(folder, lambda read, otherwise: _noting(notes, read, otherwise))
     return RunData(
         name=name,
         config=flattened(run.config),
@@ -63,7 +74,7 @@ def _read(folder: Path, name: str) -> RunData:
         result=entries(files["result"]),
         certificate=entries(files["certificate"]),
         problem=entries(files["problem"]) or ({"text": text} if text else {}),
-        findings=read_findings(folder, lambda read, otherwise: _noting(notes, read, otherwise)),
+        findings=findings,
         notes=notes,
     )
 
@@ -81,7 +92,7 @@ def _noting(notes: list[str], read: Callable[[], Any], otherwise: Any) -> Any:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return file_text(path, BYTES) if os.path.lexists(path) else ""
 
 
 def entries(value: Any) -> Row:
@@ -107,11 +118,11 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, shown(value)
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, most: int = LONGEST) -> str:
     """A JSON value as a short text."""
     if value is None:
         return "none"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+    return text if len(text) <= most else f"{text[:most]} ..."

@@ -11,6 +11,7 @@ from opteq.report.words import figure_text
 
 __all__ = ["hessian_charts", "jacobian_charts"]
 
+EIGENVALUES = 4_000  # of all runs: the page must stay small
 _X, _Y = np.cos(np.linspace(0, 2 * np.pi, 121)), np.sin(np.linspace(0, 2 * np.pi, 121))  # the unit circle
 
 
@@ -19,9 +20,12 @@ def jacobian_charts(runs: list[RunData]) -> list[Chart]:
     found = [(place, run.name, run.findings.jacobian) for place, run in enumerate(runs) if run.findings.jacobian is not None]
     if not found:
         return []
-    radii = "; ".join(f"{name}: the largest modulus is {figure_text(part.radius)}" for _, name, part in found)
+    radii = "; ".join(f"{name}: the largest modulus is {_modulus(part.modulus.max())}" for _, name, part in found)
     described = clean(f"Eigenvalues of the Jacobian at the equilibrium. {radii}.")
-    parts = [(place, name, part) for place, name, part in found]
+    parts = [(place, name, part.thinned(EIGENVALUES // len(found))) for place, name, part in found]
+    notes = [
+        _radius_words(name, part, len(thin.real), len(runs) > 1) for (_, name, part), (_, _, thin) in zip(found, parts, strict=True)
+    ]
     return [
         Chart(
             name="jacobian",
@@ -34,17 +38,28 @@ def jacobian_charts(runs: list[RunData]) -> list[Chart]:
                 "yaxis": axis("imaginary part", zeroline=True, scaleanchor="x", constrain="domain"),
             },
             runs=[None, *(place for place, _, _ in parts)],
-            note=" ".join(_radius_words(name, part, len(runs) > 1) for _, name, part in parts),
+            note=" ".join(notes),
             shape="square",
         )
     ]
 
 
-def _radius_words(name: str, part: Spectrum, several: bool) -> str:
-    where = f"{short(name)}: spectral radius" if several else "Spectral radius"
-    inside = "inside the unit circle: near the equilibrium the iteration converges" if part.radius < 1 else "not below 1"
-    doubt = "" if part.converged.all() else f" {(~part.converged).sum():,} eigenvalues, with crosses, are not converged."
-    return f"{where} {figure_text(part.radius)}, {inside}.{doubt}"
+def _radius_words(name: str, part: Spectrum, drawn: int, several: bool) -> str:
+    where, largest = f"{short(name)}: spectral radius" if several else "Spectral radius", float(part.modulus.max())
+    inside = "inside the unit circle" if largest < 1 else "not below 1"
+    if part.unsure:
+        count = f"{part.unsure:,} of {part.count:,} eigenvalues are not converged (crosses) or not finite"
+        words = f"{where} unknown: {count}. The largest modulus found is {_modulus(largest)}, {inside}."
+    else:
+        promise = ": near the equilibrium the iteration converges" if largest < 1 else ""
+        words = f"{where} {_modulus(largest)}, {inside}{promise}."
+    return words if drawn == len(part.real) else f"{words} {drawn:,} of {len(part.real):,} are drawn."
+
+
+def _modulus(value: float) -> str:
+    """What is below 1 is not rounded to it."""
+    text = figure_text(float(value))
+    return f"1 - {1 - value:.2g}" if value < 1 and float(text) >= 1 else text
 
 
 def _circle() -> Trace:
@@ -55,14 +70,13 @@ def _circle() -> Trace:
 def _points(place: int, name: str, part: Spectrum) -> Trace:
     doubt = ["" if good else "<br>NOT converged" for good in part.converged]
     symbols = ["circle" if good else "x" for good in part.converged]
-    modulus = np.hypot(part.real, part.imag)
     return {
         "type": "scatter",
         "mode": "markers",
         "name": for_plot(name),
         "x": listed(part.real),
         "y": listed(part.imag),
-        "customdata": [[for_plot(short(s)), figure_text(float(m)), d] for s, m, d in zip(part.sample, modulus, doubt, strict=True)],
+        "customdata": [[for_plot(short(s)), _modulus(m), d] for s, m, d in zip(part.sample, part.modulus, doubt, strict=True)],
         "hovertemplate": "%{fullData.name}, sample %{customdata[0]}<br>modulus <b>%{customdata[1]}</b>%{customdata[2]}"
         "<br>(%{x:.4~g}, %{y:.4~g})<extra></extra>",
         "marker": {"color": colour(place), "size": 6, "opacity": 0.75, "symbol": symbols},
@@ -82,29 +96,39 @@ def _static_circle(parts: list[tuple[int, str, Spectrum]], described: str) -> st
 
 
 def hessian_charts(runs: list[RunData]) -> list[Chart]:
-    """The largest eigenvalues of the Hessian, in bars side by side."""
+    """Some eigenvalues of the Hessian, in bars side by side."""
     parts = [(place, run.name, run.findings.hessian) for place, run in enumerate(runs) if run.findings.hessian is not None]
     if not parts:
         return []
-    largest = "; ".join(f"{name}: the largest is {figure_text(float(part.value[0]))}" for _, name, part in parts)
+    largest = "; ".join(f"{name}: the largest is {figure_text(part.largest)}" for _, name, part in parts)
     described = clean(f"Eigenvalues of the Hessian of the loss. {largest}.")
-    doubtful = any(not part.converged.all() for _, _, part in parts)
     return [
         Chart(
             name="hessian",
-            title="Largest eigenvalues of the Hessian",
+            title="Eigenvalues of the Hessian",
             described=described,
             svg=_static_bars(parts, described),
             traces=[_bars(*part) for part in parts],
             layout={
-                "xaxis": axis("index, the largest first", dtick=1 if max(len(part.value) for _, _, part in parts) <= 20 else None),
+                "xaxis": axis("index", dtick=1 if max(len(part.value) for _, _, part in parts) <= 20 else None),
                 "yaxis": axis("eigenvalue"),
                 "barmode": "group",
             },
             runs=[place for place, _, _ in parts],
-            note="Lines on the bars: bounds on the errors." + (" Pale bars are not converged." if doubtful else ""),
+            note=_bar_words([part for _, _, part in parts]),
         )
     ]
+
+
+def _bar_words(parts: list[Eigenvalues]) -> str:
+    sentences = ["Lines on the bars: bounds on the errors."]
+    if unknown := sum(int(np.isnan(part.error).sum()) for part in parts):
+        sentences.append(f"Unknown bounds: {unknown:,}.")
+    if any(not part.converged.all() for part in parts):
+        sentences.append("Pale bars are not converged.")
+    if (shown := sum(len(part.value) for part in parts)) < (count := sum(part.count for part in parts)):
+        sentences.append(f"{shown:,} of {count:,} eigenvalues are shown: the first that are finite.")
+    return " ".join(sentences)
 
 
 def _bars(place: int, name: str, part: Eigenvalues) -> Trace:
@@ -114,7 +138,7 @@ def _bars(place: int, name: str, part: Eigenvalues) -> Trace:
         "x": list(range(1, len(part.value) + 1)),
         "y": listed(part.value),
         "name": for_plot(name),
-        "customdata": [[figure_text(float(e)), d] for e, d in zip(part.error, doubt, strict=True)],
+        "customdata": [[figure_text(float(e)) if np.isfinite(e) else "unknown", d] for e, d in zip(part.error, doubt, strict=True)],
         "hovertemplate": "%{fullData.name}<br>eigenvalue %{x}: <b>%{y:.5~g}</b> ± %{customdata[0]}%{customdata[1]}<extra></extra>",
         "error_y": {"type": "data", "array": listed(part.error), "color": "var(--ink)", "thickness": 1.2, "width": 3},
         "marker": {"color": colour(place), "opacity": [1 if good else 0.4 for good in part.converged]},
@@ -134,6 +158,6 @@ def _static_bars(parts: list[tuple[int, str, Eigenvalues]], described: str) -> s
             for good, alpha in ((part.converged, 1.0), (~part.converged, 0.4)):
                 axes.bar(x[good], part.value[good], width, color=shade, alpha=alpha)
             axes.errorbar(x, part.value, part.error, fmt="none", ecolor=INK, elinewidth=0.8)
-        axes.set(xlabel="index, the largest first", ylabel="eigenvalue")
+        axes.set(xlabel="index", ylabel="eigenvalue")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         return as_svg(figure, described)

@@ -60,7 +60,9 @@ def _adapt(element: ElementTree.Element, used: set[str], prefix: str) -> None:
         element.set("style", _page_style(style).replace("url(#", f"url(#{prefix}"))
     for name in ("d", "x", "y", "width", "height", "transform"):
         if (numbers := element.get(name)) is not None:
-            element.set(name, re.sub(r"(\.\d\d)\d+", r"\1", " ".join(numbers.split())))  # hundredths of a pixel are enough
+            element.set(name, re.sub(r"(\.\d)\d+", r"\1", " ".join(numbers.split())))  # tenths of a pixel are enough
+    if element.get("transform", "").startswith("rotate(-0 "):
+        del element.attrib["transform"]
 
 
 def _page_style(style: str) -> str:

@@ -16,6 +16,7 @@ from opteq.report.words import (
     duration,
     figure_text,
     last,
+    last_step,
     percent,
 )
 
@@ -49,12 +50,19 @@ def _line(head: str, cells: Iterable[str]) -> Line:
     return Line(head, found, differs=len(set(found)) > 1)
 
 
+def _heads(runs: Sequence[RunData]) -> list[str]:
+    """The names, short where that tells them apart."""
+    names = [run.name for run in runs]
+    shorter = [short(name, 40) for name in names]
+    return shorter if len(set(shorter)) == len(set(names)) else names
+
+
 def facts(caption: str, runs: Sequence[RunData], of: Callable[[RunData], dict[str, str]]) -> Table:
     """A text for every key that any run has."""
     found = [of(run) for run in runs]
     keys = dict.fromkeys(key for part in found for key in part)
     lines = tuple(_line(key, (part.get(key, MISSING) for part in found)) for key in keys)
-    return Table(caption, ("setting", *(short(run.name, 40) for run in runs)), lines)
+    return Table(caption, ("setting", *_heads(runs)), lines)
 
 
 KNOWN = {"stopped", "steps", "epochs", "seconds", "parameters"}
@@ -64,7 +72,7 @@ KNOWN |= {"train_loss", "valid_loss", "valid_accuracy", "valid_converged", "vali
 def results(runs: Sequence[RunData]) -> Table:
     """How each run ended, and what it reached."""
     rows: dict[str, Callable[[RunData], str]] = {
-        "steps": lambda run: figure_text(run.result.get("steps", _count(best(run.rows, "step")))),
+        "steps": lambda run: figure_text(run.result.get("steps", _count(last_step(run)))),
         "epochs": lambda run: figure_text(run.result.get("epochs", _count(last(run.epochs, "epoch")))),
         "time": lambda run: duration(run.result.get("seconds")),
         "validation accuracy at the end": lambda run: percent(run.result.get("valid_accuracy", last(run.epochs, "valid_accuracy"))),
@@ -80,7 +88,7 @@ def results(runs: Sequence[RunData]) -> Table:
     lines = [_line(head, (cell(run) for run in runs)) for head, cell in rows.items()]
     found = [line for line in [*lines, *_further(runs)] if set(line.cells) != {MISSING}]
     kept = tuple(replace(line, differs=len({*line.cells} - {MISSING}) > 1) for line in found)  # not where one has no such thing
-    return Table("Results", ("quantity", *(short(run.name, 40) for run in runs)), kept)
+    return Table("Results", ("quantity", *_heads(runs)), kept)
 
 
 def _further(runs: Sequence[RunData]) -> Iterator[Line]:
@@ -112,7 +120,7 @@ def parameters(runs: Sequence[RunData]) -> Table | None:
     found = [_counts(run) for run in runs]
     keys = sorted(dict.fromkeys(key for part in found for key in part), key=lambda key: key == "total")
     lines = tuple(_line(key, (figure_text(part.get(key)) for part in found)) for key in keys)
-    return Table("Number of parameters", ("part", *(short(run.name, 40) for run in runs)), lines) if lines else None
+    return Table("Number of parameters", ("part", *_heads(runs)), lines) if lines else None
 
 
 def events(run: RunData) -> Table | None:

@@ -1,6 +1,6 @@
 """The charts of trajectories: the iterates of a solver in a plane, one chart for each stage of a training."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -8,7 +8,10 @@ from opteq.report.charts import Chart, Key, Trace, as_svg, axis, colour, drawing
 from opteq.report.findings import Path2, Trajectory
 from opteq.report.reading import RunData
 from opteq.report.svg import COLOURS, INK
-from opteq.report.text import for_plot, short
+from opteq.report.text import for_legend, for_plot, short
+
+if TYPE_CHECKING:
+    from matplotlib.lines import Line2D
 
 __all__ = ["trajectory_charts"]
 
@@ -19,7 +22,7 @@ NAMED = 12  # labels in a legend
 
 def trajectory_charts(runs: list[RunData]) -> list[Chart]:
     """One chart for each stage of each run; the stages of a run share their axes."""
-    most = max(8, SAMPLES // max(1, sum(len(run.findings.trajectory) for run in runs)))
+    most = max(4, SAMPLES // max(1, sum(len(run.findings.trajectory) for run in runs)))
     return [
         _chart(place, at, run, stage.thinned(most))
         for place, run in enumerate(runs)
@@ -49,9 +52,14 @@ def _chart(place: int, at: int, run: RunData, stage: Trajectory) -> Chart:
         },
         runs=[place] * len(traces),
         legend=_legend(labels),
-        note=f"{len(stage.paths)} of {stage.samples:,} samples are shown." if len(stage.paths) < stage.samples else "",
+        note=_note(stage, len(run.findings.trajectory)),
         shape="square",
     )
+
+
+def _note(stage: Trajectory, stages: int) -> str:
+    parts = ((len(stage.paths), stage.samples, "samples"), (stages, stage.stages, "stages"))
+    return " ".join(f"{shown} of {count:,} {what} are shown." for shown, count, what in parts if shown < count)
 
 
 def _legend(labels: dict[str, int]) -> list[Key]:
@@ -109,8 +117,6 @@ def _colour(label: str, place: int) -> str:
 
 
 def _static(stage: Trajectory, labels: dict[str, int], ranges: Any, described: str) -> str:
-    from matplotlib.lines import Line2D
-
     with drawing((4.3, 3.6)) as figure:
         axes = figure.subplots()
         for label in labels:
@@ -119,12 +125,18 @@ def _static(stage: Trajectory, labels: dict[str, int], ranges: Any, described: s
                 axes.plot(*points.T, color=_shade(label, labels), linewidth=0.8, alpha=0.6)
                 axes.plot(*ends.T, "o", color=_shade(label, labels), markersize=3)
         axes.set(xlabel="first component", ylabel="second component", xlim=ranges[0], ylim=ranges[1])
-        handles = [Line2D([], [], color=_shade(label, labels), marker="o", linestyle="", label=_named(label)) for label in labels]
+        handles = [_handle(label, _shade(label, labels)) for label in labels]
         if 1 < len(handles) <= NAMED:
             figure.legend(
                 handles=handles, loc="outside upper center", ncols=min(10, len(handles)), handletextpad=0, columnspacing=0.6
             )
         return as_svg(figure, described)
+
+
+def _handle(label: str, shade: str) -> "Line2D":
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=shade, marker="o", linestyle="", label=for_legend(_named(label)))
 
 
 def _shade(label: str, labels: dict[str, int]) -> str:

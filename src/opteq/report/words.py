@@ -17,6 +17,7 @@ __all__ = [
     "duration",
     "figure_text",
     "last",
+    "last_step",
     "percent",
     "remedies",
     "training_words",
@@ -71,6 +72,11 @@ def best(rows: list[Row], key: str) -> float | None:
     return max((value for row in rows if (value := number(row.get(key))) is not None), default=None)
 
 
+def last_step(run: RunData) -> float | None:
+    """The largest step at which something was measured."""
+    return max((at for rows in run.rows.values() if (at := best(rows, "step")) is not None), default=None)
+
+
 def verdict(run: RunData) -> list[str]:
     """What became of a run: how it ended, how well it does, whether its equilibria can be trusted."""
     return [sentence for sentence in (_ending(run), _accuracy(run), _solver(run), _events(run)) if sentence]
@@ -78,7 +84,7 @@ def verdict(run: RunData) -> list[str]:
 
 def _ending(run: RunData) -> str:
     if not run.result:
-        at = best(run.rows, "step")
+        at = last_step(run)
         if trained := entries(run.certificate.get("trained")):
             return training_words(trained)
         if at is None:
@@ -119,11 +125,15 @@ def _events(run: RunData) -> str:
 def certificate_words(certificate: Row) -> str:
     """The verdict of a certificate."""
     holds, conditions = certificate.get("holds"), rows_of(certificate.get("conditions"))
+    failing = sum(condition_verdict(condition) != "holds" for condition in conditions)
+    story = f"{failing} of {len(conditions)} conditions do not hold"
+    if holds is True and failing:
+        return f"Contradiction: it claims to hold, but {story}. Do not rely on it."
     if holds is True:
-        return f"Certified: all {len(conditions)} conditions hold. {_promise(certificate)}".strip()
+        held = f"all {len(conditions)} conditions hold" if conditions else "its conditions are not listed"
+        return f"Certified: {held}. {_promise(certificate)}".strip()
     if holds is False:
-        failing = sum(condition_verdict(condition) != "holds" for condition in conditions)
-        return f"Not certified: {failing} of {len(conditions)} conditions do not hold, so that nothing is promised."
+        return f"Not certified: {story if failing else 'it says so itself'}, so that nothing is promised."
     return "No guarantee is claimed, whatever the conditions say."
 
 

@@ -40,8 +40,22 @@
 
   function reload() {
     const focus = document.activeElement?.id ?? "";
-    sessionStorage.setItem(KEPT, JSON.stringify({ x: scrollX, y: scrollY, focus }));
+    try {
+      sessionStorage.setItem(KEPT, JSON.stringify({ x: scrollX, y: scrollY, focus }));
+    } catch {
+      // no storage: nothing is remembered
+    }
     location.reload();
+  }
+
+  function remembered() {
+    try {
+      const kept = sessionStorage.getItem(KEPT);
+      sessionStorage.removeItem(KEPT);
+      return JSON.parse(kept);
+    } catch {
+      return null; // no storage: nothing was remembered
+    }
   }
 
   // The charts give the page its height: only with them there is a place to return to.
@@ -71,11 +85,10 @@
     });
     bar.append(words, " ", pause);
     (document.querySelector("header") ?? document.body).append(bar);
-    const kept = sessionStorage.getItem(KEPT);
-    sessionStorage.removeItem(KEPT);
-    if (kept) restore(JSON.parse(kept));
     document.addEventListener("visibilitychange", poll);
     poll();
+    const kept = remembered();
+    if (kept) restore(kept);
   }
 
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", begin);

@@ -120,6 +120,7 @@
         same.setAttribute("aria-pressed", String(!hidden.has(Number(same.dataset.run))));
       }
       redraw();
+      draw(sections.find((section) => !section.hidden));
     });
   }
 
@@ -241,9 +242,14 @@
   }
 
   async function draw(section) {
-    const places = [...section.querySelectorAll("figure.chart")];
+    const places = [...section.querySelectorAll("figure.chart:not([hidden])")]; // the others have no size yet
     places.filter((place) => !place.dataset.live).forEach(prepare); // all at first: they share their rows
     for (const place of places) {
+      if (place.getBoundingClientRect().top > innerHeight) {
+        root.dataset.ready = "1"; // all that is in sight is drawn: the rest must not keep the reader waiting
+        await new Promise((next) => setTimeout(next));
+      }
+      if (section.hidden || place.hidden) continue; // meanwhile
       library();
       const plot = place.querySelector(".plot");
       if (plot.classList.contains("js-plotly-plot")) Plotly.Plots.resize(plot);
@@ -252,11 +258,12 @@
   }
 
   function redraw() {
+    for (const head of document.querySelectorAll("h3[data-run]")) head.hidden = hidden.has(Number(head.dataset.run));
     for (const place of document.querySelectorAll("figure.chart")) {
       const runs = figures[place.id].runs.filter((run) => run !== null);
       place.hidden = runs.every((run) => hidden.has(run));
       const plot = place.querySelector(".js-plotly-plot");
-      if (plot) Plotly.react(plot, ...figure(place.id), config(place.id));
+      if (plot && !place.hidden) Plotly.react(plot, ...figure(place.id), config(place.id));
     }
   }
 
