@@ -20,7 +20,7 @@ unit: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-browser: .venv/.browser .venv/.installed  ## Open reports in Chromium, which is installed where it is missing.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -n 0 tests/browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -n 2 --dist=loadfile tests/browser
 
 coverage: .venv/.installed  ## Run the tests and say which lines and branches they miss; fails below 95%.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered

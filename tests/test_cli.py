@@ -372,7 +372,7 @@ def test_a_training_is_run_reported_and_resumed(here, monkeypatch, capsys):
     middle = float((here / "drawn" / "landscape.csv").read_text().splitlines()[2].split(",")[1])
     with torch.no_grad():
         assert middle == pytest.approx(float(cross_entropy(model(data.train.x), data.train.y)), rel=1e-4)
-    assert {path.name for path in (here / "drawn").iterdir()} == {f"landscape.{kind}" for kind in ("csv", "png", "svg")}
+    assert {path.name for path in (here / "drawn").iterdir()} == {f"landscape.{kind}" for kind in ("csv", "jsonl", "png", "svg")}
     check_error(capsys, cli.main(["train", "deep", *TINY, "--folder", "runs/digits-deep-1"]), 2, "already holds a run")
     check_error(capsys, cli.main(["landscape", "runs/digits-deep-1", "--steps", "4"]), 2, "--steps must be odd")
     assert cli.main(["report", "runs/digits-deep-1", "--out", "drawn"]) == 0
