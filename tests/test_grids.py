@@ -334,6 +334,7 @@ def test_a_grid_that_is_interrupted_or_killed_leaves_its_finished_cells_and_no_w
     write_verify("grid_signals", {"cells left on disk": left, "workers left": 0})
 
 
+@pytest.mark.verify  # it hung once: a future of Dask's that never ended after the kill
 def test_dask_runs_a_grid_and_a_killed_worker_loses_nothing(tmp_path):
     cells = {f"{a}{b}": {"name": f"{a}{b}", "folder": str(tmp_path), "waits": a == "x"} for a in "xy" for b in "12"}
     told = []
