@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def wait_for(path, seconds=300):
-    """Wait until the file is there; a test that went wrong must not leave a worker behind."""
+    """Wait until the file is there and written, not only made; a test that went wrong must not leave a worker behind."""
     end = time.monotonic() + seconds
-    while not Path(path).exists():
+    while not Path(path).exists() or not Path(path).stat().st_size:
         if time.monotonic() > end:
             raise TimeoutError(path)
         time.sleep(0.02)
