@@ -51,8 +51,8 @@ from opteq.report.words import (
 )
 from opteq.runs import RunError
 from opteq.theory import formulas
+from report_runs import EVENT, make
 from report_runs import PLAIN as CONFIG
-from report_runs import make
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 CERTIFICATE = {
@@ -98,14 +98,6 @@ def epoch(at: int, **other: Any) -> dict[str, Any]:
 
 
 ROWS = [*(step(at) for at in range(1, 121)), epoch(1, valid_accuracy=0.9625), epoch(2), epoch(3)]
-EVENT = {
-    "kind": "event",
-    "step": 60,
-    "what": "nan_loss",
-    "layer": "equilibrium",
-    "message": "loss is NaN at step 60",
-    "action": "rolled back",
-}
 
 
 def table(folder: Path, name: str, heads: str, rows: Iterable[Iterable[Any]]) -> None:

@@ -38,7 +38,7 @@ _EQUATIONS: dict[type[Cell], tuple[str, str]] = {
 class Statement:
     """`kind`: "minimisation", "inclusion", or "equation" where no convex problem is known to be behind it.
 
-    `text` and `latex` say the same; `requirements` are the conditions as texts, the last of each whether it holds.
+    `text` and `latex` say the same. `requirements`: the fields of each condition, whether it `holds`, and all that as a `text`.
     """
 
     kind: str

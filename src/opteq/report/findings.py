@@ -17,7 +17,17 @@ from opteq.diagnostics.panels import LARGEST
 from opteq.report.curves import spread
 from opteq.report.text import clean, file_text
 
-__all__ = ["Eigenvalues", "Findings", "Landscape", "Path2", "Residual", "Spectrum", "Trajectory", "has_findings", "read_findings"]
+__all__ = [
+    "Eigenvalues",
+    "Findings",
+    "Landscape",
+    "Residual",
+    "SamplePath",
+    "Spectrum",
+    "Trajectory",
+    "has_findings",
+    "read_findings",
+]
 
 Array = npt.NDArray[Any]
 Columns = dict[str, list[str]]
@@ -44,7 +54,7 @@ class Landscape:
 
 
 @dataclass(frozen=True, eq=False)
-class Path2:
+class SamplePath:
     """The way of one sample in the plane: points [steps, 2]."""
 
     sample: str
@@ -58,7 +68,7 @@ class Trajectory:
     """The paths of one stage of a training, and of how many samples and stages they were chosen."""
 
     stage: str
-    paths: list[Path2]
+    paths: list[SamplePath]
     samples: int
     stages: int
 
@@ -237,14 +247,14 @@ def _trajectory(columns: Columns) -> tuple[Trajectory, ...]:
     return tuple(Trajectory(clean(name), *_paths(rows, columns, step, points), len(stages)) for name, rows in kept)
 
 
-def _paths(rows: list[int], columns: Columns, step: Array, points: Array) -> tuple[list[Path2], int]:
+def _paths(rows: list[int], columns: Columns, step: Array, points: Array) -> tuple[list[SamplePath], int]:
     """Those of some samples of a stage, and how many there are."""
     samples = list(_groups([columns["sample"][row] for row in rows]).items())
     all_rows, paths = np.array(rows), []
     for place in spread(len(samples), PATHS):
         sample, inside = samples[place]
         at = all_rows[np.array(inside)[spread(len(inside), STEPS)]]
-        paths.append(Path2(clean(sample), clean(columns["label"][at[0]]), step[at], points[at]))
+        paths.append(SamplePath(clean(sample), clean(columns["label"][at[0]]), step[at], points[at]))
     return paths, len(samples)
 
 

@@ -50,8 +50,10 @@ def read_all(folders: Sequence[Path]) -> list[RunData]:
     """
     names = [folder.resolve().name for folder in folders]
     unique = len(set(names)) == len(names)
-    shown = [folder for folder in folders if has_findings(folder)][:WITH_FINDINGS]
-    return [_read(folder, name if unique else str(folder), folder in shown) for folder, name in zip(folders, names, strict=True)]
+    looked_into = [folder for folder in folders if has_findings(folder)][:WITH_FINDINGS]
+    return [
+        _read(folder, name if unique else str(folder), folder in looked_into) for folder, name in zip(folders, names, strict=True)
+    ]
 
 
 def _read(folder: Path, name: str, with_findings: bool) -> RunData:

@@ -62,13 +62,17 @@ def _modulus(value: float) -> str:
     return f"1 - {1 - value:.2g}" if value < 1 and float(text) >= 1 else text
 
 
+def _doubts(part: Spectrum | Eigenvalues) -> list[str]:
+    """What the hover adds for each eigenvalue."""
+    return ["" if good else "<br>NOT converged" for good in part.converged]
+
+
 def _circle() -> Trace:
     line = {"color": "var(--soft)", "width": 1.2, "dash": "dash"}
     return {"type": "scatter", "mode": "lines", "x": listed(_X, 4), "y": listed(_Y, 4), "line": line, "hoverinfo": "skip"}
 
 
 def _points(place: int, name: str, part: Spectrum) -> Trace:
-    doubt = ["" if good else "<br>NOT converged" for good in part.converged]
     symbols = ["circle" if good else "x" for good in part.converged]
     return {
         "type": "scatter",
@@ -76,7 +80,9 @@ def _points(place: int, name: str, part: Spectrum) -> Trace:
         "name": for_plot(name),
         "x": listed(part.real),
         "y": listed(part.imag),
-        "customdata": [[for_plot(short(s)), _modulus(m), d] for s, m, d in zip(part.sample, part.modulus, doubt, strict=True)],
+        "customdata": [
+            [for_plot(short(s)), _modulus(m), d] for s, m, d in zip(part.sample, part.modulus, _doubts(part), strict=True)
+        ],
         "hovertemplate": "%{fullData.name}, sample %{customdata[0]}<br>modulus <b>%{customdata[1]}</b>%{customdata[2]}"
         "<br>(%{x:.4~g}, %{y:.4~g})<extra></extra>",
         "marker": {"color": colour(place), "size": 6, "opacity": 0.75, "symbol": symbols},
@@ -132,13 +138,14 @@ def _bar_words(parts: list[Eigenvalues]) -> str:
 
 
 def _bars(place: int, name: str, part: Eigenvalues) -> Trace:
-    doubt = ["" if good else "<br>NOT converged" for good in part.converged]
     return {
         "type": "bar",
         "x": list(range(1, len(part.value) + 1)),
         "y": listed(part.value),
         "name": for_plot(name),
-        "customdata": [[figure_text(float(e)) if np.isfinite(e) else "unknown", d] for e, d in zip(part.error, doubt, strict=True)],
+        "customdata": [
+            [figure_text(float(e)) if np.isfinite(e) else "unknown", d] for e, d in zip(part.error, _doubts(part), strict=True)
+        ],
         "hovertemplate": "%{fullData.name}<br>eigenvalue %{x}: <b>%{y:.5~g}</b> ± %{customdata[0]}%{customdata[1]}<extra></extra>",
         "error_y": {"type": "data", "array": listed(part.error), "color": "var(--ink)", "thickness": 1.2, "width": 3},
         "marker": {"color": colour(place), "opacity": [1 if good else 0.4 for good in part.converged]},

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opteq.report.charts import Chart, Key, Trace, as_svg, axis, colour, drawing, listed
-from opteq.report.findings import Path2, Trajectory
+from opteq.report.findings import SamplePath, Trajectory
 from opteq.report.reading import RunData
 from opteq.report.svg import COLOURS, INK
 from opteq.report.text import for_legend, for_plot, short
@@ -31,7 +31,7 @@ def trajectory_charts(runs: list[RunData]) -> list[Chart]:
     ]
 
 
-def _finite(path: Path2) -> Any:
+def _finite(path: SamplePath) -> Any:
     return path.points[np.isfinite(path.points).all(axis=1)]
 
 
@@ -98,11 +98,11 @@ def _traces(label: str, place: int, stage: Trajectory) -> list[Trace]:
     ]
 
 
-def _paths(label: str, stage: Trajectory) -> list[Path2]:
+def _paths(label: str, stage: Trajectory) -> list[SamplePath]:
     return [path for path in stage.paths if path.label == label and len(_finite(path))]
 
 
-def _joined(paths: list[Path2]) -> tuple[Any, Any]:
+def _joined(paths: list[SamplePath]) -> tuple[Any, Any]:
     """All points of the paths, with a gap after each, and their last points."""
     gap = np.full((1, 2), np.nan)
     return np.concatenate([part for path in paths for part in (path.points, gap)]), np.stack([_finite(path)[-1] for path in paths])
