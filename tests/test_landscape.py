@@ -42,8 +42,8 @@ from opteq.cells import (
     ScaledReLU,
 )
 from opteq.diagnostics import Landscape, landscape
-from opteq.diagnostics.contours import contour_levels
 from opteq.diagnostics.directions import directions
+from opteq.diagnostics.landscape_figure import contour_levels
 from opteq.diagnostics.losses import data_loss
 from opteq.diagnostics.progress import reporting
 from opteq.models import Readout

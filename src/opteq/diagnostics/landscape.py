@@ -48,7 +48,7 @@ class Landscape(Finding):
 
     def figure(self, level: float | None = None) -> "Figure":
         """Contours of the loss, or its curve, with the points hatched where a solve failed; and the basin of a level."""
-        from opteq.diagnostics.contours import draw_landscape
+        from opteq.diagnostics.landscape_figure import draw_landscape
 
         return draw_landscape(self, None if level is None else self.basin(level))
 

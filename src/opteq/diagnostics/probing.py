@@ -1,4 +1,4 @@
-"""The equilibrium inside a model: which one it is, what it is given, and how to look at it without a trace."""
+"""The equilibrium inside a model: which one it is, and what it is given."""
 
 from typing import Any, NamedTuple
 

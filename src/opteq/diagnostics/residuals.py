@@ -56,7 +56,7 @@ class ResidualCurve(Finding):
 
     def figure(self, over: Literal["steps", "evals"] = "steps") -> "Figure":
         """The median with a band of 10% to 90% of the samples, the worst one dashed; over steps, or over evaluations of f."""
-        from opteq.diagnostics.falling import draw_residuals
+        from opteq.diagnostics.residual_figure import draw_residuals
 
         if over not in ("steps", "evals"):
             raise ValueError(invalid("figure", "over", "'steps' or 'evals'", over))
@@ -91,9 +91,9 @@ def residual_curve(
     The model runs in evaluation mode, without gradients, and is left as it was. Where a solver only estimates residuals, f is
     evaluated for the curve; this is not among its `evals`.
     """
+    check_instance("residual_curve", "model", model, nn.Module, "an nn.Module")
     check_instance("residual_curve", "stop", stop, (Stop, type(None)), "a Stop or None")
     curves, left_out = {}, {}
-    check_instance("residual_curve", "model", model, nn.Module, "an nn.Module")
     with undisturbed(model):
         found = probe("residual_curve", model, x, layer)
         stop = found.layer.stop if stop is None else stop

@@ -58,7 +58,7 @@ class Trajectory(Finding):
 
     def figure(self) -> "Figure":
         """One panel a stage on the same axes: the paths in their first two components, a dot where each ends."""
-        from opteq.diagnostics.paths import draw_trajectory
+        from opteq.diagnostics.trajectory_figure import draw_trajectory
 
         return draw_trajectory(self)
 

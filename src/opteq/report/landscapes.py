@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from opteq.diagnostics.contours import LOG_RATIO, contour_levels
+from opteq.diagnostics.landscape_figure import LOG_RATIO, contour_levels
 from opteq.report.charts import Chart, Trace, as_svg, axis, colour, drawing, listed
 from opteq.report.curves import finite
 from opteq.report.findings import Landscape
