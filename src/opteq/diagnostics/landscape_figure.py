@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from opteq.diagnostics.basin import Basin
     from opteq.diagnostics.landscape import Landscape
 
-__all__ = ["draw_landscape"]
+__all__ = ["contour_levels", "draw_landscape", "is_log"]
 
 Array = npt.NDArray[Any]
 _HALO = (("black", 2.2), ("white", 1.2))  # a line that is seen on every ground
@@ -72,7 +72,7 @@ def _fill(axes: "Axes", axis: Array, shown: Any) -> None:
     """The contours and their colours."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-    levels, log = contour_levels(shown.compressed()), _is_log(shown.compressed())
+    levels, log = contour_levels(shown.compressed()), is_log(shown.compressed())
     scale: Any = "log" if log else "linear"
     filled = axes.contourf(axis, axis, shown.T, levels=levels, norm=scale, cmap="viridis")
     axes.contour(filled, levels=levels[::3], colors="white", linewidths=0.4)
@@ -89,14 +89,15 @@ def _subs(levels: Array) -> tuple[float, ...]:
 def _curve(axes: "Axes", axis: Array, loss: Array, failed: Array) -> None:
     axes.plot(axis, np.where(np.isfinite(loss), loss, np.nan), color=COLOURS[0], marker=".", markersize=3, linewidth=1.2)
     axes.set(xlabel="direction", ylabel="loss", xlim=axis[[0, -1]])
-    if np.isfinite(loss).any() and _is_log(loss[np.isfinite(loss)]):
+    if np.isfinite(loss).any() and is_log(loss[np.isfinite(loss)]):
         axes.set_yscale("log")
     half = (axis[1] - axis[0]) / 2
     for place in axis[failed]:
         axes.axvspan(place - half, place + half, facecolor="none", edgecolor=FAILED, linewidth=0, hatch="//////")
 
 
-def _is_log(finite: Array) -> bool:
+def is_log(finite: Array) -> bool:
+    """Whether the values range so widely that a logarithmic scale suits them."""
     return bool(finite.min() > 0 and finite.max() / LOG_RATIO > finite.min())
 
 
@@ -105,4 +106,4 @@ def contour_levels(finite: Array) -> Array:
     low, high = float(finite.min()), float(finite.max())
     if not high > low:
         high = low + max(abs(low), 1.0) * 1e-3
-    return np.geomspace(low, high, LEVELS) if _is_log(finite) else np.linspace(low, high, LEVELS)
+    return np.geomspace(low, high, LEVELS) if is_log(finite) else np.linspace(low, high, LEVELS)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from opteq.diagnostics.landscape_figure import LOG_RATIO, contour_levels
+from opteq.diagnostics.landscape_figure import contour_levels, is_log
 from opteq.report.charts import Chart, Trace, as_svg, axis, colour, drawing, listed
 from opteq.report.curves import finite
 from opteq.report.findings import Landscape
@@ -57,10 +57,6 @@ def _chart(place: int, name: str, whole: Landscape, shape: Landscape, values: Ar
     )
 
 
-def _is_log(values: Array) -> bool:
-    return bool(values.min() > 0 and values.max() / LOG_RATIO > values.min())
-
-
 def _ticks(values: Array) -> Array:
     """About five round values of a logarithmic scale."""
     low, high = np.log10(values.min()), np.log10(values.max())
@@ -75,7 +71,7 @@ def _ticks(values: Array) -> Array:
 
 def _plane(shape: Landscape, values: Array) -> tuple[list[Trace], dict[str, Any]]:
     assert shape.y is not None
-    log, levels = _is_log(values), contour_levels(values)
+    log, levels = is_log(values), contour_levels(values)
     with np.errstate(invalid="ignore", divide="ignore"):
         heights, steps = (np.log10(shape.loss), np.log10(levels)) if log else (shape.loss, levels)
     bar: dict[str, Any] = {"title": {"text": "loss"}, "thickness": 12, "outlinewidth": 0, "len": 0.9}
@@ -152,7 +148,7 @@ def _line(shape: Landscape, values: Array) -> tuple[list[Trace], dict[str, Any]]
         "line": {"color": colour(0), "width": 2},
         "marker": marker,
     }
-    scale = {"type": "log"} if _is_log(values) else {}
+    scale = {"type": "log"} if is_log(values) else {}
     return [trace], {"xaxis": axis("direction"), "yaxis": axis("loss", **scale)}
 
 
@@ -164,7 +160,7 @@ def _static_plane(shape: Landscape, values: Array, described: str) -> str:
     with drawing((4.3, 3.5)) as figure:
         axes = figure.subplots()
         axes.grid(False)
-        scale: Any = "log" if _is_log(values) else "linear"
+        scale: Any = "log" if is_log(values) else "linear"
         shown = np.ma.masked_invalid(shape.loss)
         filled = axes.contourf(shape.x, shape.y, shown.T, levels=contour_levels(values), norm=scale, cmap="viridis")
         bar = figure.colorbar(filled, ax=axes, label="loss", format="%.3g", ticks=_ticks(values) if scale == "log" else None)
@@ -190,7 +186,7 @@ def _static_line(shape: Landscape, values: Array, described: str) -> str:
 def _log_axis(axes: "Axes", values: Array) -> None:
     from matplotlib.ticker import NullFormatter
 
-    if _is_log(values):
+    if is_log(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())

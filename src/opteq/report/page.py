@@ -24,7 +24,7 @@ from opteq.report.trajectories import trajectory_charts
 from opteq.report.words import certificate_words, convexity_words, figure_text, remedies, training_words, verdict
 from opteq.runs import write_atomic
 
-__all__ = ["render", "write"]
+__all__ = ["render", "script", "source_hash", "write"]
 
 CHARTED = 24  # runs with curves, events, a problem and a certificate on the page, which must stay small; the tables hold all
 
@@ -81,7 +81,7 @@ def render(runs: list[RunData], live: bool = False) -> str:
         loader=jinja2.PackageLoader("opteq.report"), autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True
     )
     content = _content(runs)
-    scripts = {name: _script(f"{name}.js") for name in ("theme", "report", *(["live"] if live else []))}
+    scripts = {name: script(f"{name}.js") for name in ("theme", "report", *(["live"] if live else []))}
     page: str = environment.get_template("report.html.jinja").render(
         **content,
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
@@ -200,14 +200,19 @@ def _merged(problems: list[Stated]) -> list[Stated]:
     return merged
 
 
-def _script(name: str) -> str:
+def script(name: str) -> str:
+    """A script of the page."""
     return (files("opteq.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def source_hash(script: str) -> str:
+    """What a content security policy calls the script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def _policy(scripts: list[str], live: bool) -> str:
     """Only these scripts run, and nothing is fetched; plotly sets styles, and makes images to be saved."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    allowed = " ".join(map(source_hash, scripts))
     source = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; connect-src {source}; "

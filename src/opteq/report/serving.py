@@ -1,6 +1,5 @@
 """A report that follows its runs: a server on this machine whose page is rendered anew when the run folders change."""
 
-import base64
 import hashlib
 import html
 import os
@@ -11,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from opteq.checks import check_integer, invalid
-from opteq.report.page import render
+from opteq.report.page import render, script, source_hash
 from opteq.report.reading import read_all
 
 __all__ = ["Server", "serve"]
@@ -150,9 +148,8 @@ def _show(folders: list[Path], version: str) -> Shown:
 
 def _message(title: str, text: str) -> str:
     """A page with nothing but a message; it follows the runs as the report does."""
-    script = resources.files("opteq.report").joinpath("templates/live.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'"
+    live = script("live.js")
+    policy = f"default-src 'none'; script-src {source_hash(live)}; style-src 'unsafe-inline'; connect-src 'self'"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -166,7 +163,7 @@ def _message(title: str, text: str) -> str:
 <body>
 <main><h1>{html.escape(title)}</h1><p>{html.escape(text)}</p></main>
 <footer></footer>
-<script>{script}</script>
+<script>{live}</script>
 </body>
 </html>
 """
