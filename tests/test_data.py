@@ -677,11 +677,19 @@ def test_label_maps_too_large_to_hold_are_refused(tmp_path, monkeypatch):
     assert load("camvid", tmp_path, size=4).train.y.shape == (2, 4, 4)
 
 
+def test_images_of_one_size_are_resized():
+    whole, small = load("digits"), load("digits", size=(4, 5))
+    for split, shrunk in zip(whole, small, strict=True):
+        assert torch.equal(shrunk.x, resize(split.x, (4, 5)))
+        assert torch.equal(shrunk.y, split.y)
+    assert load("digits", size=4).test.x.shape == (360, 1, 4, 4)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "error", "message"),
     [
-        ("digits", 8, ValueError, "left out for digits"),
-        ("mnist", 28, ValueError, "left out for mnist"),
+        ("sphere", 8, ValueError, "left out for sphere, whose samples are no images"),
+        ("digits", 0, ValueError, "an integer >= 1"),
         ("imagenet", 0, ValueError, "an integer >= 1"),
         ("imagenet", 2.5, TypeError, "an integer >= 1"),
         ("imagenet", (2, 3, 4), ValueError, r"a number or \(height, width\)"),

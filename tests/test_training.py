@@ -410,6 +410,42 @@ def test_augmentation_moves_images_and_their_label_maps_alike():
     assert torch.equal((output.argmax(1) == 1)[inside], moved[inside].bool())
 
 
+class Sides(nn.Module):
+    """Notes the sizes of the images that it is given in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(1, 2), []
+
+    def forward(self, x):
+        if self.training:
+            self.seen.append(tuple(x.shape[2:]))
+        return self.linear(x.mean((2, 3)))
+
+
+def test_images_are_shrunk_in_equal_parts_of_the_training_and_whole_in_the_validation():
+    x, y = torch.rand(20, 1, 6, 9), torch.arange(20) % 2
+    model = Sides()
+    fit(model, (x, y), (x, y), replace(SGD, sizes=(2, 4, 8), epochs=3), verbose=False)
+    assert model.seen == [(2, 3)] * 2 + [(4, 6)] * 2 + [(6, 9)] * 2  # never larger than they are
+    flat = Sides()
+    fit(flat, (torch.full((20, 1, 6, 9), 0.5), y), None, replace(SGD, sizes=(3,), epochs=1), verbose=False)
+    whole = Sides()
+    whole.linear.load_state_dict(flat.linear.state_dict())
+    assert torch.allclose(flat(torch.full((1, 1, 3, 4), 0.5)), whole(torch.full((1, 1, 6, 9), 0.5)))
+
+
+def test_sizes_are_for_images_with_one_label():
+    x, y = torch.rand(20, 1, 6, 6), torch.zeros(20, 6, 6, dtype=torch.int64)
+    for wrong in ((x, y), (x.flatten(1), y[:, 0, 0])):
+        with pytest.raises(ValueError, match="'sizes' parameter of fit must be \\(\\) for data that are not images"):
+            fit(nn.Sequential(nn.Conv2d(1, 2, 1)) if wrong[1].ndim > 1 else nn.Linear(36, 2), wrong, None, replace(SGD, sizes=(3,)))
+    with pytest.raises(ValueError, match="'warm_start' parameter of TrainConfig must be False with sizes"):
+        TrainConfig(sizes=(3,), warm_start=True)
+    with pytest.raises(ValueError, match="'sizes' parameter of TrainConfig must be an integer >= 1"):
+        TrainConfig(sizes=(3, 0))
+
+
 # ---------------------------------------------------------------- scores
 
 

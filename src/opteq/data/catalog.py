@@ -2,12 +2,15 @@
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import Tensor
 
 from opteq.checks import check_instance, check_integer, invalid
 from opteq.data import arrays, folders, made, openml, segmentation
 from opteq.data.files import Layout, locate, root_folder
+from opteq.data.prepare import resize
 from opteq.data.splits import Dataset, Split
 
 __all__ = ["Description", "describe", "load", "names"]
@@ -133,7 +136,8 @@ def load(
 
     `root`: by default the environment variable OPTEQ_DATA, else ./data. One that is given may also be the folder of the files
     itself. Missing files are an error that says which to put where.
-    `size`: of images from folders, a number or (height, width); each is cropped around its centre to that shape, then resized.
+    `size`: of the images, a number or (height, width), to which they are resized; those from folders, which may have many shapes,
+    are cropped around their centre to that shape before.
     `verify`: compare files with their published checksums, where there are any; False for a subset or a copy of your own.
     `download`: fetch mnist, fashion-mnist or cifar10 from OpenML if the files are not there; scikit-learn keeps them under `root`.
     """
@@ -141,13 +145,13 @@ def load(
     place = root_folder(root)
     pixels = _size(name, source, size)
     if source.make is not None:
-        return source.make()
+        return _resized(source.make(), pixels)
     itself = root is not None
     folder = locate(source.layouts, place, itself)
     if folder is None:
-        return _fetched(name, source, _missing(name, source, place, itself), place, download)
+        return _resized(_fetched(name, source, _missing(name, source, place, itself), place, download), pixels)
     if source.arrays is not None:
-        return Dataset(name, *source.arrays(folder, name, verify), source.classes)
+        return _resized(Dataset(name, *source.arrays(folder, name, verify), source.classes), pixels)
     assert source.images is not None
     return source.images(folder, name, pixels)
 
@@ -162,17 +166,25 @@ def _source(name: str) -> _Source:
 
 
 def _size(name: str, source: _Source, size: int | _Size | None) -> _Size | None:
-    """(height, width) of the images of a folder."""
+    """(height, width) of the images; None: their own."""
     if size is None:
         return source.size
-    if source.images is None:
-        raise ValueError(invalid("load", "size", f"left out for {name}, whose samples have a size of their own", size))
+    if " x " not in source.shape:
+        raise ValueError(invalid("load", "size", f"left out for {name}, whose samples are no images", size))
     pair = size if isinstance(size, tuple) else (size, size)
     for side in pair:
         check_integer("load", "size", side, 1)
     if len(pair) != 2:
         raise ValueError(invalid("load", "size", "a number or (height, width)", size))
     return pair
+
+
+def _resized(dataset: Dataset, size: _Size | None) -> Dataset:
+    """The data set with images of another size."""
+    if size is None:
+        return dataset
+    train, test = (Split(resize(split.x, size), split.y) for split in dataset if isinstance(split.x, Tensor))
+    return replace(dataset, train=train, test=test)
 
 
 def _fetched(name: str, source: _Source, missing: str, root: Path, download: bool) -> Dataset:

@@ -25,7 +25,7 @@ class Data:
     root: str | None = None
     """The folder with its files; by default the environment variable OPTEQ_DATA, else ./data. May change at a resumption."""
     size: int | tuple[int, int] | None = None
-    """Side, or height and width, to which images from folders are resized; with `theory`, the side of the grey images."""
+    """Side, or height and width, to which images are resized; with `theory`, the side of the grey images."""
     classes: tuple[int, ...] | None = None
     """Only the samples with these labels, which become 0, 1, ...; with `theory`, the two classes (by default 0 1)."""
     limit: int | None = None

@@ -10,7 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from opteq.data import Augment
+from opteq.data import Augment, resize
+from opteq.training.config import TrainConfig, image_side
 from opteq.training.objective import Batches
 from opteq.training.processes import World
 
@@ -54,10 +55,10 @@ class Loader:
     """This process's part of each batch, on its device; lazily decoded images are prepared one step ahead."""
 
     def __init__(
-        self, plan: Plan, x: Batches, y: Tensor, augment: Augment, ignore: int | None, dtype: torch.dtype, world: World
+        self, plan: Plan, x: Batches, y: Tensor, config: TrainConfig, ignore: int | None, dtype: torch.dtype, world: World
     ) -> None:
-        self.plan, self.x, self.y, self.augment, self.world = plan, x, y, augment, world
-        self.void, self.dtype = ignore, dtype
+        self.plan, self.x, self.y, self.config, self.world = plan, x, y, config, world
+        self.augment, self.void, self.dtype = Augment(crop=config.crop, flip=config.flip), ignore, dtype
         self.ahead = None if isinstance(x, Tensor) else ThreadPoolExecutor(1)
         self.next: tuple[int, Future[Batch]] | None = None
 
@@ -80,7 +81,8 @@ class Loader:
             draws = self.augment.draw(len(rows), seeded(self.plan.seed, "augment", step))[mine]
             x, y = self._augmented(x, y, draws)
         device = self.world.device
-        return rows[mine], x.to(device, self.dtype), y.to(device), weight
+        x = shrunk(x.to(device, self.dtype), image_side(self.config, step, self.plan.per_epoch))
+        return rows[mine], x, y.to(device), weight
 
     def _augmented(self, x: Tensor, y: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         if y.ndim < 3:
@@ -91,3 +93,11 @@ class Loader:
         """End the thread."""
         if self.ahead is not None:
             self.ahead.shutdown(cancel_futures=True)
+
+
+def shrunk(x: Tensor, side: int | None) -> Tensor:
+    """The images [n, channels, height, width] with this shorter side; as they are if it is None or not smaller."""
+    if side is None or side >= min(x.shape[2:]):
+        return x
+    height, width = (max(1, round(length * side / min(x.shape[2:]))) for length in x.shape[2:])
+    return resize(x, (height, width))

@@ -67,6 +67,8 @@ class TrainConfig:
     """Random shifts by up to so many pixels."""
     flip: bool = False
     """Random left-right flips."""
+    sizes: tuple[int, ...] = ()
+    """Shorter sides to which the images are shrunk in equal parts of the training, such as 16 24 32: the first steps cost less."""
     drop_last: bool = False
     """Leave out the last, smaller batch of an epoch."""
     patience: int | None = None
@@ -107,6 +109,11 @@ class TrainConfig:
         for name in ("epochs", "batch_size", "seed", "unroll"):
             if getattr(self, name) >= 2**31:
                 raise ValueError(invalid(self, name, "an integer below 2^31", getattr(self, name)))
+        check_instance(self, "sizes", self.sizes, tuple, "a tuple of integers")
+        for size in self.sizes:
+            check_integer(self, "sizes", size, 1)
+        if self.sizes and self.warm_start:
+            raise ValueError(invalid(self, "warm_start", "False with sizes, which change the equilibria's", True))
         for name in ("warm_start", "flip", "drop_last"):
             check_instance(self, name, getattr(self, name), bool, "a bool")
         self._check_numbers()
@@ -125,6 +132,12 @@ class TrainConfig:
             check_number(self, "ema", self.ema, 0.0, 1.0, open_low=True, open_high=True)
         if self.clip is not None:
             check_number(self, "clip", self.clip, 0.0, open_low=True)
+
+
+def image_side(config: TrainConfig, step: int, steps_per_epoch: int) -> int | None:
+    """The shorter side of the images of step 0, 1, ...; None: as they are."""
+    parts = len(config.sizes)
+    return config.sizes[step * parts // (config.epochs * steps_per_epoch)] if parts else None
 
 
 OPERATIONAL = ("on_divergence", "rollbacks", "shrink", "checkpoint_every", "keep", "log_every", "device")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from opteq.checks import invalid
-from opteq.data import Augment
 from opteq.equilibrium import ConvergenceWarning
 from opteq.models import count_parameters
 from opteq.runs import Checkpoint, Run, RunError
@@ -111,12 +110,13 @@ class Training:
         self.train, self.valid = self._checked("train", train), None if valid is None else self._checked("valid", valid)
         if config.patience is not None and valid is None:
             raise ValueError(invalid("fit", "valid", "given, for patience to look at", None))
+        if config.sizes and (self.train[0][:1].ndim != 4 or self.train[1].ndim > 1):
+            raise ValueError(invalid("fit", "sizes", "() for data that are not images with one label each", config.sizes))
         if config.warm_start:
             self.learner.start_warm(len(self.train[1]))
         self.plan = Plan(len(self.train[1]), config.batch_size, config.seed, config.drop_last)
         self.total = self.plan.per_epoch * config.epochs
-        augment = Augment(crop=config.crop, flip=config.flip)
-        self.loader = Loader(self.plan, *self.train, augment, ignore, self.learner.dtype, self.world)
+        self.loader = Loader(self.plan, *self.train, config, ignore, self.learner.dtype, self.world)
         self.step, self.seconds, self.scale, self.rollbacks, self.restored = 0, 0.0, 1.0, 0, -1
         self.window, self.epoch = Tally(), Tally()
         self.best: dict[str, Any] = {"value": None, "epoch": 0, "scores": {}}
