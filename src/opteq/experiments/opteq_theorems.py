@@ -18,10 +18,9 @@ unrolling, is left to the tests.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -29,17 +28,19 @@ import torch
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-import opteq
 from opteq import Cell, Equilibrium, Map, Solver, Stop
 from opteq.batch import dot
 from opteq.cells import DeepOptEq, OptEq, StackedOptEq, WideOptEq
-from opteq.experiments._harness import COLOURS, STYLE, Measured, Options, Result, Series, at_least, at_most, claim, command
+from opteq.diagnostics.drawing import COLOURS, new_figure
+from opteq.experiments._claims import Measured, at_least, at_most, claim
+from opteq.experiments._harness import Options, Result, Series, command, gather
 from opteq.regularizers import L1, L2, Regularizer
 from opteq.solvers import SAM, Anderson, Picard
 from opteq.theory import from_feedforward, inclusion_residual, objective, recover_problem, unit_layers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "main", "run"]
 
@@ -560,31 +561,16 @@ def run(options: Options) -> Result:
             measured, curves = check(config, draw)
             claims[name] = claim(CLAIMS[name], measured)
             series |= curves
-    return {
-        "experiment": "opteq_theorems",
-        "preset": options.preset,
-        "config": asdict(config),
-        "seed": seed,
-        "versions": {"opteq": opteq.__version__, "torch": torch.__version__},
-        "threads": torch.get_num_threads(),
-        "claims": claims,
-        "series": series,
-    }
+    return gather("opteq_theorems", options, claims, series=series)
 
 
 # --- the figure -----------------------------------------------------------------------------------------------------------------
 
 
-def figure(result: Result, path: str | Path) -> None:
-    """Draw the four series of a result; the suffix of the path tells the format, .png or .svg."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    series, path = result["series"], Path(path)
-    with matplotlib.rc_context(STYLE):
-        page = Figure(figsize=(5.5, 5.8), layout="constrained")
-        FigureCanvasAgg(page)
+def figure(result: Result) -> "Figure":
+    """The four series of a result."""
+    series = result["series"]
+    with new_figure((5.5, 5.8)) as page:
         (a, b), (c, d) = page.subplots(2, 2)
         draw_objective(a, series["objective"])
         draw_inclusion(b, series["inclusion"])
@@ -595,8 +581,7 @@ def figure(result: Result, path: str | Path) -> None:
             axes.set_axisbelow(True)
             columns = 3 if axes is b else 2
             axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=columns)  # below, where it can hide no data
-        path.parent.mkdir(parents=True, exist_ok=True)
-        page.savefig(path, dpi=250, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return page
 
 
 def draw_objective(axes: "Axes", series: Series) -> None:

@@ -1,0 +1,56 @@
+"""What an experiment says of a claim: what was measured, what it must be, and whether that shows the claim."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+__all__ = ["Measured", "at_least", "at_most", "claim", "column", "judged", "untestable", "verdict", "within"]
+
+Measured: TypeAlias = dict[str, dict[str, Any]]  # by name: the value, what it must be, and whether it is
+
+
+def at_most(values: float | Sequence[float], limit: float) -> dict[str, Any]:
+    """A measurement, the largest of the values, that must not exceed the limit; NaN does."""
+    value = float(np.max(values))  # unlike max, it does not lose a NaN
+    return {"value": value, "at_most": limit, "shown": value <= limit}
+
+
+def at_least(values: float | Sequence[float], limit: float) -> dict[str, Any]:
+    """A measurement, the least of the values, that must reach the limit; NaN does not."""
+    value = float(np.min(values))
+    return {"value": value, "at_least": limit, "shown": value >= limit}
+
+
+def within(value: float, low: float, high: float) -> dict[str, Any]:
+    """A measurement that must be in [low, high]; NaN is not."""
+    return {"value": float(value), "at_least": low, "at_most": high, "shown": low <= value <= high}
+
+
+def claim(text: str, measured: Measured) -> dict[str, Any]:
+    """A claim, which is shown if something was measured and all of it shows it."""
+    return {"claim": text, "shown": bool(measured) and all(one["shown"] for one in measured.values()), "measured": measured}
+
+
+def untestable(text: str, reason: str) -> dict[str, Any]:
+    """A claim that cannot be tested at this scale, and why."""
+    return {"claim": text, "shown": None, "measured": {}, "reason": reason}
+
+
+def judged(claims: Mapping[str, str], measured: Mapping[str, Measured | str]) -> dict[str, dict[str, Any]]:
+    """Each claim with what was measured for it, or with the reason why it could not be."""
+    return {
+        name: untestable(text, found) if isinstance(found := measured[name], str) else claim(text, found)
+        for name, text in claims.items()
+    }
+
+
+def verdict(one: Mapping[str, Any]) -> str:
+    """Of a claim, in words."""
+    return "not testable" if one["shown"] is None else "shown" if one["shown"] else "not shown"
+
+
+def column(curves: Mapping[str, Sequence[float | None]] | None, name: str) -> list[float]:
+    """A curve as numbers; NaN for what is missing, and for all of it where the cell failed."""
+    values = [None] if curves is None else curves[name]
+    return [float("nan") if value is None else value for value in values]
