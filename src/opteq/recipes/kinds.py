@@ -56,7 +56,7 @@ class Deep:
     regularizer_mode: Mode = "gradient"
     """The step: z - gamma grad R(z), or prox_{gamma R}(z) where R has one."""
     gamma: float = 0.1
-    """Size of that step."""
+    """Size of that step (with `--train.mode sam`, SAM has its own)."""
     solve: Solve = AUTO
 
     def build(self, dataset: Dataset) -> nn.Module:
