@@ -17,6 +17,15 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#3
 FAILED = "#D55E00"
 STYLE: Final[dict[Any, Any]] = {
     "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "legend.handlelength": 1.8,
+    "legend.columnspacing": 1.0,
+    "lines.linewidth": 1.3,
     "axes.linewidth": 0.6,
     "grid.linewidth": 0.4,
     "grid.color": "#dddddd",
