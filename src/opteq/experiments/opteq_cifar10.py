@@ -137,7 +137,7 @@ def judge(found: Mapping[str, Any]) -> dict[str, Measured]:
     """What was measured for each claim; a training that failed shows nothing."""
 
     def of(name: str) -> float:
-        return found.get(name, float("nan"))
+        return float(found.get(name, "nan"))
 
     accuracy = 100 * of("equilibrium_accuracy")
     return {

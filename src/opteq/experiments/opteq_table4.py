@@ -80,9 +80,11 @@ PRESETS = {
 
 def networks(config: Config) -> dict[str, Model]:
     """The networks by the names of their rows."""
-    images = {"stride": 2, "pool": 2} if config.data != "digits" else {"stride": 1, "pool": 2}
-    deep = Deep(config.channels, config.hidden, **images, solve=Solve(gradient="unrolled", steps=config.steps))
-    plain = FeedForward(config.channels, config.hidden, **images, parameters=162_000 if config.data != "digits" else None)
+    images = config.data != "digits"
+    stride, parameters = (2, 162_000) if images else (1, None)
+    unrolled = Solve(gradient="unrolled", steps=config.steps)
+    deep = Deep(config.channels, config.hidden, stride=stride, pool=2, solve=unrolled)
+    plain = FeedForward(config.channels, config.hidden, stride=stride, pool=2, parameters=parameters)
     return {
         "deep OptEq": deep,
         "plain": plain,

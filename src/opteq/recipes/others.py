@@ -66,18 +66,21 @@ class OpteqSmall:
     """The paper has decorrelation."""
     gamma: float = 0.1
     """Size of the regulariser's step."""
+    equilibrium: bool = True
+    """False leaves it out: the head is directly on the extractor, which must have two stages."""
     solve: Solve = UNROLLED
 
     def build(self, dataset: Dataset) -> nn.Module:
         """The network."""
         return self._built("opteq-small", models.opteq_small, dataset)
 
-    def _built(self, kind: str, make: Callable[..., nn.Module], dataset: Dataset) -> nn.Module:
-        return make(
+    def _built(self, kind: str, make: Callable[..., models.Classifier], dataset: Dataset) -> nn.Module:
+        network = make(
             labels(kind, dataset), in_channels=images(kind, dataset)[0], stages=self.stages, alpha=self.alpha,
             learn_alpha=self.learn_alpha, regularizer=regularizer(self.regularizer), gamma=self.gamma, solver=self.solve.method(),
             stop=self.solve.stop(), gradient=self.solve.derivative(),
         )  # fmt: skip
+        return network if self.equilibrium else models.without_equilibrium(network)
 
 
 @dataclass(frozen=True)
