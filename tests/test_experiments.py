@@ -11,7 +11,7 @@ import torch
 from matplotlib.image import imread
 
 from opteq import experiments
-from opteq.experiments import Options, _claims, _harness, opteq_theorems
+from opteq.experiments import Options, _claims, _harness, _measuring, opteq_theorems
 
 ROOT = Path(__file__).parents[1]
 
@@ -109,7 +109,7 @@ def test_the_status_tells_the_preset_and_the_claims_of_a_result(tmp_path):
     path.write_text(json.dumps({"preset": "small", "claims": {"a": {"shown": True}, "b": {"shown": False}}}))
     assert str(experiments.status("opteq_theorems", tmp_path)) == "small: 1 of 2 claims shown"
     path.write_text(json.dumps({"preset": "paper", "claims": {"a": {"shown": True}}}))
-    assert experiments.status("opteq_theorems", tmp_path) == experiments.Status("opteq_theorems", "paper", 1, 1)
+    assert experiments.status("opteq_theorems", tmp_path) == experiments.Status("opteq_theorems", "paper", 1, 1, complete=True)
     assert str(experiments.status("opteq_theorems", tmp_path)) == "paper: all 1 claims shown"
 
 
@@ -168,3 +168,89 @@ def test_options_that_are_not_known_are_refused(capsys):
         opteq_theorems.main(["--sead", "3"])
     assert end.value.code == 2
     assert "--sead" in capsys.readouterr().err
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------------------
+
+
+def write_status(folder, preset, failed=None):
+    claims = {"a": {"shown": True}}
+    (folder / "opteq_theorems.json").write_text(json.dumps({"preset": preset, "claims": claims, "failed": failed or {}}))
+
+
+def test_the_result_of_a_larger_preset_is_not_replaced(tmp_path, monkeypatch):
+    write_status(tmp_path, "small")
+    monkeypatch.setattr(opteq_theorems, "run", None)
+    with pytest.raises(ValueError, match=r"another folder: .*opteq_theorems\.json has the result of the larger preset small"):
+        experiments.run("opteq_theorems", Options("smoke", out=tmp_path))
+
+
+@pytest.mark.parametrize(("before", "kept"), [({}, True), ({"other": "bad"}, False)])
+def test_a_complete_result_is_not_replaced_by_one_with_failed_cells(result, tmp_path, monkeypatch, capsys, before, kept):
+    write_status(tmp_path, "smoke", before)
+    text = (tmp_path / "opteq_theorems.json").read_text()
+    broken = {**result, "failed": {"cell": "Error"}, "cell_seconds": {"cell": 7.0}}
+    monkeypatch.setattr(opteq_theorems, "run", lambda options: dict(broken))
+    assert experiments.run("opteq_theorems", Options("smoke", out=tmp_path)) == int(kept)
+    assert ((tmp_path / "opteq_theorems.json").read_text() == text) is kept
+    assert ("is left as it is: cells failed" in capsys.readouterr().out) is kept
+    if not kept:
+        assert json.loads((tmp_path / "opteq_theorems.json").read_text())["seconds"] >= 7.0
+
+
+# --- measures -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mean_has_its_standard_error_and_a_lost_seed_loses_both():
+    assert _claims.mean_error([1.0, 2.0, 3.0, 6.0]) == pytest.approx((3.0, math.sqrt((4 + 1 + 0 + 9) / 3) / 2))
+    mean, error = _claims.mean_error([2.0])
+    assert mean == 2.0
+    assert math.isnan(error)
+    for lost in (None, math.nan):
+        assert all(map(math.isnan, _claims.mean_error([1.0, lost])))
+
+
+def test_a_ratio_to_nothing_is_unknown():
+    assert _claims.ratios([2.0, 1.0, 3.0]) == [0.5, 3.0]
+    assert math.isnan(_claims.ratios([0.0, 1.0])[0])
+
+
+def test_within_wants_both_bounds():
+    assert [_claims.within(value, 1.0, 2.0)["shown"] for value in (0.9, 1.0, 2.0, 2.1, math.nan)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_claim_without_a_measurement_is_not_shown():
+    assert _claims.claim("It is.", {})["shown"] is False
+    assert _claims.verdict(_claims.untestable("It is.", "no time")) == "not testable"
+
+
+def test_times_are_medians_of_turns_and_a_run_may_time_itself():
+    calls = []
+    found = _measuring.medians({"own": lambda: calls.append("own") or 0.5, "other": lambda: calls.append("other")}, repeats=3)
+    assert found["own"] == 0.5
+    assert 0 <= found["other"] < 0.5
+    assert calls == ["own", "other"] * 4
+
+
+def test_memory_is_the_peak_of_what_is_alive():
+    def run():
+        kept = [torch.zeros(1000) for _ in range(3)]
+        del kept
+        return torch.ones(1000)
+
+    assert 12_000 <= _measuring.peak_bytes(run) < 13_000
+
+
+def test_one_thread_is_for_a_while():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with _measuring.one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)

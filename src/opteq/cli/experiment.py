@@ -16,7 +16,7 @@ Repeat an experiment of the papers: its result goes to results/NAME.json with a 
 or not (exit code 1). The cells of a grid that are finished are not run again. `page` writes docs/reproduction.md with its figures
 from what is in results/.
 
-  $ opteq experiment opteq_theorems --preset smoke
+  $ opteq experiment opteq_theorems --preset smoke --out runs/experiments
   $ opteq experiment opteq_theorems --help"""
 
 

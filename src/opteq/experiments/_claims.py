@@ -1,11 +1,14 @@
 """What an experiment says of a claim: what was measured, what it must be, and whether that shows the claim."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["Measured", "at_least", "at_most", "claim", "column", "judged", "untestable", "verdict", "within"]
+__all__ = [
+    "Measured", "at_least", "at_most", "claim", "column", "judged", "mean_error", "ratios", "untestable", "verdict", "within",
+]  # fmt: skip
 
 Measured: TypeAlias = dict[str, dict[str, Any]]  # by name: the value, what it must be, and whether it is
 
@@ -54,3 +57,14 @@ def column(curves: Mapping[str, Sequence[float | None]] | None, name: str) -> li
     """A curve as numbers; NaN for what is missing, and for all of it where the cell failed."""
     values = [None] if curves is None else curves[name]
     return [float("nan") if value is None else value for value in values]
+
+
+def mean_error(values: Sequence[float | None]) -> tuple[float, float]:
+    """The mean over the seeds and its standard error, NaN for one seed; a seed that failed, None or NaN, makes both NaN."""
+    found = np.array(values, dtype=float)  # None becomes NaN
+    return float(found.mean()), float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else float("nan")
+
+
+def ratios(values: Sequence[float]) -> list[float]:
+    """Each value over the one before; NaN where that is 0."""
+    return [after / before if before else float("nan") for before, after in pairwise(values)]

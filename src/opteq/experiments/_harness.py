@@ -38,7 +38,7 @@ class Options:
     """What the user chooses when an experiment is run."""
 
     preset: Preset = "small"
-    """How large: smoke takes seconds, small up to half an hour on two cores (3 hours with CIFAR-10), paper is the published one."""
+    """How large: smoke takes seconds, small up to half an hour on two cores (3 hours with CIFAR-10); paper, as published."""
     seed: int = 0
     """Of every random number; an experiment of several seeds takes this one and the next."""
     out: Path = Path("results")
@@ -182,17 +182,33 @@ def load(name: str) -> Experiment:
 
 
 def run(name: str, options: Options) -> int:
-    """Run an experiment, write its result and figure, and print its claims; 1 if one is not shown, else 0."""
-    experiment, begun = load(name), time.perf_counter()
+    """Run an experiment, write its result and figure, and print its claims; 1 if one is not shown, else 0.
+
+    The result of a larger preset is not replaced, and a complete one not by one with cells that failed.
+    """
+    experiment, begun, path = load(name), time.perf_counter(), options.out / f"{name}.json"
+    known = status(name, options.out)
+    if known.preset in get_args(Preset) and _rank(known.preset) > _rank(options.preset):
+        raise ValueError(
+            invalid("run", "out", f"another folder: {path} has the result of the larger preset {known.preset}", options.out)
+        )
     found = experiment.run(options)
-    found["seconds"] = round(time.perf_counter() - begun, 1)
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = as_json(found)
-    write_atomic(options.out / f"{name}.json", text)
-    draw(name, text, options.figure or options.out / f"{name}.png")
+    computed = sum(found["cell_seconds"].values())  # cells that were found finished count with the time that they took
+    found["seconds"] = round(max(time.perf_counter() - begun, computed), 1)
     for title, one in found["claims"].items():
         print(f"{title:20}{verdict(one).replace('not shown', 'NOT SHOWN')}")
+    if found["failed"] and known.complete and known.preset == options.preset:
+        print(f"{path} is left as it is: cells failed.")
+        return 1
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = as_json(found)
+    write_atomic(path, text)
+    draw(name, text, options.figure or options.out / f"{name}.png")
     return 1 if any(one["shown"] is False for one in found["claims"].values()) else 0
+
+
+def _rank(preset: str | None) -> int:
+    return get_args(Preset).index(preset)
 
 
 def draw(name: str, text: str, path: Path) -> None:
@@ -208,12 +224,13 @@ def digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class Status:
-    """The result of an experiment that is in a folder: its preset (None if there is no result), and how many claims it shows."""
+    """The result of an experiment in a folder: its preset (None: no result), the claims it shows, and whether no cell failed."""
 
     name: str
     preset: str | None
     shown: int
     claims: int
+    complete: bool = False
 
     def __str__(self) -> str:
         if self.preset is None:
@@ -227,7 +244,7 @@ def status(name: str, folder: Path) -> Status:
     try:
         result = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         shown = [bool(one["shown"]) for one in result["claims"].values()]
-        return Status(name, str(result["preset"]), sum(shown), len(shown))
+        return Status(name, str(result["preset"]), sum(shown), len(shown), not result.get("failed"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Status(name, None, 0, 0)
 

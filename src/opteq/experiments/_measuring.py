@@ -2,13 +2,26 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["medians", "peak_bytes"]
+__all__ = ["medians", "one_thread", "peak_bytes"]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes on one thread, as in the cells of a grid."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def medians(runs: Mapping[str, Callable[[], float | None]], repeats: int) -> dict[str, float]:

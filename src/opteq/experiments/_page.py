@@ -1,6 +1,7 @@
 """docs/reproduction.md, generated: what the result files say of each claim, with the tables and figures."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -16,15 +17,17 @@ __all__ = ["page", "write_page"]
 _HEAD = """# Reproduction
 
 What this package measured of every table and figure of the papers, on the machine that each section names. This page is generated
-by `opteq experiment page` from the files in `results/`; a test fails if they differ. Each section gives the claims of the paper,
-what was measured for them, and the verdict:
+by `opteq experiment page` from the files in `results/`; a test fails if they differ. Each section says what the experiment is,
+gives the claims of the paper (and some of ours: about sizes and times, and those that begin with "beyond the paper"), what was
+measured for them, and the verdict:
 
 - **shown**: everything that was measured meets its threshold;
 - **not shown**: something does not, and the reason as far as it is known;
 - **not testable**: this scale cannot tell, and why.
 
-`opteq experiment NAME --preset small --data-dir DATA` runs one again, and `--preset paper` in the published configuration; what is
-finished is kept, and not run again. Settings that differ from the published ones are listed below each section.
+`opteq experiment NAME --preset small --data-dir DATA` runs one again. `--preset paper` has the published settings where they are
+printed, and ours where they are not; what differs from it is listed below each section. What is finished is kept, and not run again
+with the same settings: delete its folder in `results/` after a change of the code.
 """
 
 
@@ -68,7 +71,7 @@ def overview(found: Mapping[str, Result | None]) -> Iterator[str]:
 
 def section(name: str, experiment: Experiment, result: Result | None) -> Iterator[str]:
     """All about one experiment."""
-    yield f"## {name}\n\n{experiment.ABOUT}\n"
+    yield f"## {name}\n\n{escaped((experiment.__doc__ or experiment.ABOUT).rstrip())}\n"
     if result is None:
         yield f"Not run yet: `opteq experiment {name} --preset small`.\n"
         return
@@ -76,18 +79,18 @@ def section(name: str, experiment: Experiment, result: Result | None) -> Iterato
     for key, one in result["claims"].items():
         yield from claim_lines(one, "" if one["shown"] else str(one.get("reason") or why.get(key, "")))
     for title, table in result["tables"].items():
-        yield f"{title}:\n"
+        yield f"{escaped(title)}:\n"
         yield from table_lines(table)
     yield f"![{name}](figures/{name}.png)\n"
-    yield " ".join([*provenance(result), *result["notes"], *differences(experiment, result)]) + "\n"
+    yield " ".join([*provenance(result), *map(escaped, result["notes"]), *differences(experiment, result)]) + "\n"
 
 
 def claim_lines(one: Mapping[str, Any], reason: str) -> Iterator[str]:
     """A claim, its verdict, the reason where it is not shown, and what was measured."""
-    yield f"**{verdict(one).capitalize()}:** {one['claim']}" + (f" *{reason}*" if reason else "") + "\n"
+    yield f"**{verdict(one).capitalize()}:** {escaped(one['claim'])}" + (f" *{escaped(reason)}*" if reason else "") + "\n"
     for what, measured in one["measured"].items():
         mark = "" if measured["shown"] else " **(is not)**"
-        yield f"- {what}: {number(measured['value'])}, must be {bounds(measured)}{mark}"
+        yield f"- {escaped(what)}: {number(measured['value'])}, must be {bounds(measured)}{mark}"
     if one["measured"]:
         yield ""
 
@@ -100,13 +103,22 @@ def bounds(measured: Mapping[str, Any]) -> str:
 
 def table_lines(table: Mapping[str, Any]) -> Iterator[str]:
     """A Markdown table."""
-    yield "| " + " | ".join(table["columns"]) + " |"
+    yield "| " + " | ".join(map(escaped, table["columns"])) + " |"
     yield "|" + "---|" * len(table["columns"])
     for row in table["rows"]:
-        yield (
-            "| " + " | ".join("" if cell is None else number(cell) if isinstance(cell, float) else str(cell) for cell in row) + " |"
-        )
+        yield "| " + " | ".join(map(cell, row)) + " |"
     yield ""
+
+
+def cell(value: Any) -> str:
+    """An entry of a table."""
+    return "" if value is None else number(value) if isinstance(value, float) else escaped(str(value))
+
+
+def escaped(text: str) -> str:
+    """Text in which Markdown sees no marks, but for code between backticks."""
+    parts = text.split("`")
+    return "`".join(part if i % 2 else re.sub(r"([|*_<\[\]\\])", r"\\\1", part) for i, part in enumerate(parts))
 
 
 def number(value: float | None) -> str:
@@ -117,16 +129,15 @@ def number(value: float | None) -> str:
 def provenance(result: Result) -> Iterator[str]:
     """How, where and by which version it was measured."""
     machine, versions = result["machine"], result["versions"]
-    minutes = max(result["seconds"], sum(result["cell_seconds"].values())) / 60
     accelerator = "with CUDA" if machine["cuda"] else "no GPU"
-    yield f"Preset `{result['preset']}`, seed {result['seed']}, {minutes:.1f} minutes of computing on one thread a cell,"
+    yield f"Preset `{result['preset']}`, seed {result['seed']}, {result['seconds'] / 60:.1f} minutes of computing in all,"
     yield f"{machine['cores']} cores ({machine['processor']}), {accelerator}, opteq {versions['opteq']}, torch {versions['torch']}."
 
 
 def differences(experiment: Experiment, result: Result) -> Iterator[str]:
-    """The settings that are not those of the published configuration."""
+    """The settings that are not those of the preset `paper`."""
     published = rounded(asdict(experiment.PRESETS["paper"]))
-    changed = [f"`{key}` {json.dumps(value)} (published: {json.dumps(published.get(key))})"
+    changed = [f"`{key}` {json.dumps(value)} (`paper`: {json.dumps(published.get(key))})"
                for key, value in result["config"].items() if value != published.get(key)]  # fmt: skip
     if changed:
         yield "Settings that differ: " + "; ".join(changed) + "."

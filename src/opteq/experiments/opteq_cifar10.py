@@ -1,7 +1,8 @@
 """Table 4 of "Optimization induced equilibrium networks", its first row: deep OptEq on CIFAR-10, as far as a short time allows.
 
 The network of 162k parameters: a single convolution, the equilibrium of five convolutional layers with 16, 32, 64, 64 and 128
-channels, pooling, a linear map; no regulariser. The paper has 85.7% after 200 epochs on a GPU with K = 20 unrolled steps.
+channels, pooling, a linear map; no regulariser. The paper has 85.7% after 200 epochs on a GPU with K = 20 unrolled steps. Its
+equations have no norms; here a batch norm stands behind the first convolution and one before the pooling, as in `deep_opteq`.
 
 Here it is trained on two cores of a CPU in at most two and a half hours. What makes that possible: the weights are held where the
 equilibrium exists (||W||^2 <= 1), so that a large step size is safe; a step of training makes three steps z <- f(z) without

@@ -137,7 +137,7 @@ class TrainConfig:
 def image_side(config: TrainConfig, step: int, steps_per_epoch: int) -> int | None:
     """The shorter side of the images of step 0, 1, ...; None: as they are."""
     parts = len(config.sizes)
-    return config.sizes[step * parts // (config.epochs * steps_per_epoch)] if parts else None
+    return config.sizes[min(step * parts // (config.epochs * steps_per_epoch), parts - 1)] if parts else None
 
 
 OPERATIONAL = ("on_divergence", "rollbacks", "shrink", "checkpoint_every", "keep", "log_every", "device")
