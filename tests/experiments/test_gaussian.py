@@ -80,7 +80,7 @@ def test_inputs_have_the_norm_of_the_theory_and_classes_their_targets(monkeypatc
 
 def cell(losses, norm=0.8, drift=0.1):
     ks = [10 * i for i in range(len(losses))]
-    return {"curves": {"k": ks, "loss": losses, "norm": [norm] * len(ks)}, "step": 1.0, "drift": drift}
+    return {"curves": {"k": ks, "loss": losses, "norm": [norm] * len(ks)}, "step": 1.0, "drift": drift, "limit": 0.3}
 
 
 NARROW, WIDE = cell([8.0, 4.0, 2.0], drift=0.2), cell([8.0, 2.0, 1.0])
@@ -108,11 +108,45 @@ def test_widths_are_compared_on_the_seeds_of_both():
         assert not shown(name, [NARROW, lucky, lucky], [WIDE, NARROW, NARROW])
 
 
-def test_the_share_of_the_steps_is_where_the_loss_first_comes_down_to_the_level():
-    assert width.share([cell([16.0, 4.0])], [cell([8.0, 2.0, 1.0])]) == pytest.approx(0.25)
-    assert width.share([cell([9.0])], [cell([8.0, 2.0])]) == 0
-    assert math.isnan(width.share([cell([1.0])], [cell([8.0, 2.0])]))
-    assert math.isnan(width.share([cell([1.0])], [cell([NAN])]))
+def test_steps_are_counted_to_where_the_loss_first_comes_down_to_the_level():
+    assert width.steps_to(4.0, [8.0, 2.0, 1.0]) == pytest.approx(0.5)
+    assert width.steps_to(9.0, [8.0, 2.0]) == 0
+    assert math.isnan(width.steps_to(1.0, [8.0, 2.0]))
+    assert math.isnan(width.steps_to(1.0, [NAN]))
+    assert math.isnan(width.haste([cell([2.0, 3.0])], [WIDE]))
+
+
+def test_a_lower_loss_at_the_end_does_not_show_the_speed():
+    narrow, wide = cell([9.0, 2.0, 1.9]), cell([9.0, 8.9, 1.8])
+    assert shown("loss", [narrow], [wide])
+    assert not shown("speed", [narrow], [wide])
+
+
+def test_a_prediction_is_descent_with_the_limit_of_the_kernel_from_the_same_start():
+    found = width.predict(small())["limit"]
+    step = width.train(small() | {"steps": 0})["step"]
+    x, y = (part.double() for part in width.samples(small()))
+    net, a = width.network(small(), x.shape[1])
+    start = (unrolled(net.W.detach().double(), net.U.detach().double(), a.detach().double(), x) - y).numpy()
+    x = x.numpy()
+    K, c = by_definition_1(x, 0.08, 40)
+    k = 1 - np.arccos(np.clip(c, -1, 1)) / np.pi
+    r = k / 2 / (1 - 0.08 * k)
+    H, error = 12 * K * (1 + r) + r * (x @ x.T), start
+    for _ in range(20):
+        error = error - step * H @ error
+    assert found == pytest.approx(error @ error / (start @ start), rel=1e-4)
+
+
+def test_the_table_has_the_prediction_beside_the_fall_and_takes_failed_cells():
+    rows = width.summary({"sphere": {"m = 1": [NARROW, NARROW], "m = 2": [None]}})["rows"]
+    assert rows[0][4:6] == [0.25, 0.3]
+    assert all(math.isnan(value) for value in rows[1][2:])
+
+
+def test_a_width_with_one_seed_is_told():
+    assert [note for note in width.notes(width.PRESETS["small"]) if "one seed at m = 2000" in note]
+    assert len(width.notes(width.PRESETS["paper"])) == 1
 
 
 # --- gaussian_gram --------------------------------------------------------------------------------------------------------------

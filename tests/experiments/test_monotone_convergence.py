@@ -70,7 +70,10 @@ def training(losses, bounds=(4.0, 2.0, 1.0), ntk_min=2.0, broken=None, drift=0.1
 
 
 def series(cell, wide=0.05):
-    plain = {"8": [training([1, 1, 1])], "16": [cell and training([1, 1, 1], drift=wide)]}
+    plain = {
+        "8": [training([1, 1, 1], drift=drift) for drift in (0.1, 0.11)],
+        "16": [cell and training([1, 1, 1], drift=drift) for drift in (wide, wide)],
+    }
     return {"digits": {"certified": dict.fromkeys(convergence.KINDS, cell), "plain": plain}}
 
 
@@ -99,11 +102,28 @@ def test_tables_take_failed_trainings():
     assert math.isnan(convergence.drift_table(series(None))["rows"][1][2])
 
 
-def test_a_difference_within_its_standard_error_is_told():
+def test_a_narrower_change_must_be_clear_to_show_the_claim_on_widths():
+    assert convergence.clearness(
+        series(GOOD)["digits"]["plain"]["8"], series(GOOD, 0.05)["digits"]["plain"]["16"]
+    ) == pytest.approx(11)
+    assert not shown("width", GOOD, wide=0.1)
+    one = series(GOOD)
+    one["digits"]["plain"] = {width: cells[:1] for width, cells in one["digits"]["plain"].items()}
+    assert not any(found["shown"] for found in convergence.judge("width", one).values())
+
+
+def test_a_difference_of_less_than_two_standard_errors_is_told():
     def widths(*by_width):
         plain = {str(8 * 2**i): [training([1, 1, 1], drift=drift) for drift in drifts] for i, drifts in enumerate(by_width)}
         return {"digits": {"certified": {}, "plain": plain}}
 
-    assert convergence.doubts(widths([0.5, 0.6], [0.1, 0.2])) == []
+    assert convergence.doubts(widths([0.5, 0.6], [0.1, 0.21])) == []
     (told,) = convergence.doubts(widths([0.9, 1.0], [0.3, 0.5], [0.3, 0.4]))
-    assert "16 and 32" in told
+    assert "16 to 32" in told
+
+
+def test_how_little_the_theorems_step_moves_is_told_also_of_failed_trainings():
+    (told,) = convergence.stillness(series(training([4.0, 3.9, 3.8], drift=1e-9)))
+    assert "by at most 5%" in told
+    assert "1e-09" in told
+    assert convergence.stillness(series(None))

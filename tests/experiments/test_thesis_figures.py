@@ -71,13 +71,14 @@ def iterates(solved, least, rest, lyapunov):
 def test_only_weights_that_settle_and_weights_that_do_not_show_the_claims_on_initialisation():
     steady, restless = iterates(5, 1e-6, 0.3, -0.3), iterates(None, 0.2, 4.0, 0.1)
 
-    def shown(small, standard):
-        found = fig41.judge({fig41.SMALL: [small], fig41.STANDARD: [standard]})
+    def shown(small, middle, standard):
+        found = fig41.judge({fig41.SMALL: [small], fig41.MIDDLE: [middle], fig41.STANDARD: [standard]})
         return [all(one["shown"] for one in found[name].values()) for name in fig41.CLAIMS]
 
-    assert shown(steady, restless) == [True] * 3
-    assert shown(restless, steady) == [False] * 3
-    assert shown(None, None) == [False] * 3
+    assert shown(steady, steady, restless) == [True] * 4
+    assert shown(steady, restless, restless) == [True, False, True, True]
+    assert shown(restless, restless, steady) == [False] * 4
+    assert shown(None, None, None) == [False] * 4
 
 
 # --- figure 4.3 -----------------------------------------------------------------------------------------------------------------
@@ -121,8 +122,20 @@ def test_the_width_of_a_bowl_is_that_of_its_formula():
     level = _thesis.halfway(found)
     radius = 0.5 * math.sqrt((math.log(10) - 0.5) / 2)  # floor + (r / width)^2 = level
     assert level == pytest.approx((0.5 + math.log(10)) / 2)
-    assert _thesis.plane(found).basin(level).diameter == pytest.approx(2 * radius, rel=0.02)
-    assert _thesis.line_widths(found, level) == pytest.approx([2 * radius] * 4, rel=0.02)
+    for width in _thesis.widths(found, level):
+        assert width.value == pytest.approx(2 * radius, rel=0.02)
+        assert not width.bound
+
+
+def test_a_basin_at_the_edge_has_a_lower_bound_for_a_width():
+    narrow, wide = ([*_thesis.widths(one, _thesis.halfway(one))] for one in (surface(0.5), surface(3.0)))
+    assert [width.bound for width in wide] == [True, True]
+    assert all(width.text().startswith(">= ") for width in wide)
+    assert all(a.over(b) > 2 for a, b in zip(wide, narrow, strict=True))
+    assert all(math.isnan(a.over(b)) for b in wide for a in (*narrow, *wide))
+    one_line = surface(0.5)
+    one_line["lines"][0] = [0.5] * 17
+    assert [width.bound for width in _thesis.widths(one_line, _thesis.halfway(one_line))] == [False, True]
 
 
 def test_samples_are_of_the_part_that_is_asked_for_and_always_the_same():
@@ -148,6 +161,12 @@ def test_basins_show_the_claim_only_if_they_widen_with_every_depth():
     assert shown((0.3, None, 0.4, 0.5)) == [False, False]
 
 
+def test_basins_at_the_edge_do_not_show_that_the_next_one_is_wider():
+    assert shown((3.0, 3.0, 3.0, 3.0)) == [False, False]
+    assert shown((0.3, 0.35, 0.4, 3.0)) == [True, True]
+    assert shown((0.3, 0.35, 3.0, 3.0)) == [False, False]
+
+
 def test_a_gap_in_a_surface_shows_nothing_of_it():
     series = {name: surface(0.3) for name in ("6", "11", "18", "DEQ")}
     series["11"]["loss"][8][8] = None
@@ -164,6 +183,76 @@ def test_local_minima_and_regions_are_counted():
     assert (fig45.minima(bowl * NAN), fig45.regions(bowl * NAN, 2.0)) == ([], 0)
 
 
+def test_a_plateau_is_one_minimum_and_losses_above_guessing_are_no_region():
+    axis = np.linspace(-1, 1, 9)
+    bowl = axis[:, None] ** 2 + axis**2
+    assert len(fig45.minima(np.maximum(bowl, 0.2))) == 1
+    assert fig45.regions(bowl + 3.0, 2.0) == 0
+    guessing = surface(0.5, floor=3.0)
+    assert not fig45.judge({fig45.MODEL: guessing, fig45.REFERENCE: None})["one_region"]["regions, the most at any level"]["shown"]
+
+
+def test_losses_are_rounded_for_the_file_only():
+    thin = _thesis.thinned({"a": surface(0.7), "b": None, "c": surface() | {"lines": [[None, 0.123456]]}})
+    assert thin["a"]["loss"][0][1] == float(f"{surface(0.7)['loss'][0][1]:.4g}")
+    assert thin["b"] is None
+    assert math.isnan(thin["c"]["lines"][0][0])
+    assert thin["c"]["lines"][0][1] == 0.1235
+
+
+def failed(loss):
+    return surface() | {"loss": [[loss] * 17] * 17}
+
+
+@pytest.mark.parametrize("module", [fig44, fig45])
+def test_surfaces_are_drawn_without_those_that_failed(module):
+    from matplotlib.contour import QuadContourSet
+
+    def panels(*cells):
+        page = module.figure({"series": dict(zip(("repeat-6", "MDEQ"), cells, strict=True))})
+        page.canvas.draw()
+        return sum(isinstance(part, QuadContourSet) and part.filled for axes in page.axes for part in axes.get_children())
+
+    assert panels(surface(), surface()) == 2
+    assert panels(None, surface()) == 1
+    assert panels(failed(None), surface()) == 1
+    assert panels(failed(0.0), surface()) == 2
+    assert panels(None, None) == 0
+
+
+def test_a_surface_without_a_loss_at_the_minimiser_is_drawn():
+    gap = surface()
+    gap["loss"][8][8] = None
+    for module in (fig44, fig45):
+        module.figure({"series": {"repeat-6": gap, "MDEQ": surface()}}).canvas.draw()
+
+
+def test_figures_of_failed_cells_are_empty_pages():
+    assert fig43.figure({"series": {}}).axes == []
+    fig41.figure({"series": dict.fromkeys(fig41.DEVIATIONS), "config": {"steps": 5}}).canvas.draw()
+
+
+def test_the_cells_of_another_seed_have_other_names(monkeypatch):
+    from opteq.experiments import Options
+    from opteq.grids import Outcome
+
+    named = []
+
+    def grid(name, function, cells, options):
+        named.append(set(cells) | {cell["folder"] for cell in cells.values()})
+        return {cell: Outcome(cell, None, "failed", 0.0, cached=False) for cell in cells}
+
+    monkeypatch.setattr(_thesis, "grid", grid)
+    monkeypatch.setattr(fig43, "grid", grid)
+    for module in (fig43, fig44, fig45):
+        named.clear()
+        for seed in (0, 1):
+            result = module.run(Options("smoke", seed=seed))
+            module.figure(result).canvas.draw()
+            assert not any(one["shown"] for one in result["claims"].values())
+        assert named[0].isdisjoint(named[1])
+
+
 def test_a_multiscale_surface_must_have_one_minimum_and_a_wide_basin():
     def shown(mdeq, reference):
         found = fig45.judge({fig45.MODEL: mdeq, fig45.REFERENCE: reference})
@@ -176,3 +265,5 @@ def test_a_multiscale_surface_must_have_one_minimum_and_a_wide_basin():
     assert shown(two, surface(0.4))[:2] == [False, False]
     assert shown(None, surface(0.4)) == [False, False, False]
     assert shown(surface(0.5), None) == [True, True, False]
+    assert shown(surface(3.0), surface(0.5))[2]
+    assert not shown(surface(3.0), surface(3.0))[2]

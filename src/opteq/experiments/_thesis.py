@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from opteq.data import Dataset
 from opteq.diagnostics import Landscape, data_loss, landscape
+from opteq.diagnostics.basin import Basin
 from opteq.diagnostics.landscape_figure import LEVELS
 from opteq.experiments import _training
-from opteq.experiments._harness import Options, grid
+from opteq.experiments._claims import mean_error
+from opteq.experiments._harness import Options, Series, grid
 from opteq.grids import Outcome
 from opteq.recipes import Recipe, load_model, sample
 from opteq.training import TrainConfig
@@ -22,9 +25,13 @@ from opteq.training import TrainConfig
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["adam", "draw_surface", "halfway", "line_widths", "matrix", "plane", "surface", "surfaces"]
+__all__ = [
+    "ONE_SEED", "Width", "adam", "colour_limits", "draw_surface", "drawable", "halfway", "matrix", "plane", "surface", "surfaces",
+    "thinned", "widths",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
+ONE_SEED = "Each network was trained once: which is the wider, the longer or the lower has no error estimate."
 
 
 def adam(epochs: int, seed: int, keep: int = 1) -> TrainConfig:
@@ -40,8 +47,8 @@ def adam(epochs: int, seed: int, keep: int = 1) -> TrainConfig:
 def surface(settings: dict[str, Any]) -> dict[str, Any]:
     """Train a recipe; then the loss on a plane through its weights, and on lines along further directions.
 
-    Both go on where they were interrupted. Where a solve failed, the loss is that of the last iterate; `converged` is the share of
-    the points of the plane without such a sample.
+    All of them go on where they were interrupted. Where a solve failed, the loss is that of the last iterate; `converged` is the
+    share of the points of the plane without such a sample.
     """
     scores, place = _training.train(settings), Path(settings["folder"])
     if "diverged" in scores:
@@ -50,11 +57,14 @@ def surface(settings: dict[str, Any]) -> dict[str, Any]:
     loss = data_loss(*samples(dataset, settings["split"], settings["samples"]))
     seed, steps, span = settings["seed"], settings["steps"], settings["span"]
     found = landscape(model, loss, steps=steps, span=span, seed=seed, file=place / "plane.grid")
-    lines = [landscape(model, loss, steps=steps, span=span, seed=seed + i, dims=1) for i in range(1, settings["lines"] + 1)]
+    lines = [
+        landscape(model, loss, steps=steps, span=span, seed=seed + i, dims=1, file=place / f"line{i}.grid")
+        for i in range(1, settings["lines"] + 1)
+    ]
     return {
         "axis": found.axis.tolist(),
-        "loss": rounded(found.loss),
-        "lines": [rounded(line.loss) for line in lines],
+        "loss": found.loss.tolist(),
+        "lines": [line.loss.tolist() for line in lines],
         "converged": float(found.converged.double().mean()),
         "guessing": math.log(len(dataset.classes)),  # the loss where each class has the same probability
         **{name: scores["curves"][name] for name in ("train_loss", "valid_accuracy")},
@@ -69,19 +79,24 @@ def samples(dataset: Dataset, split: str, count: int) -> tuple[Tensor, Tensor]:
     return dataset.test.x[rows], dataset.test.y[rows]
 
 
-def rounded(loss: Tensor) -> list[Any]:
-    """The losses to 4 digits: a plane is long."""
-    values: list[Any] = np.vectorize(lambda value: float(f"{value:.4g}"), otypes=[float])(loss.numpy()).tolist()
-    return values
-
-
 # --- the grid -------------------------------------------------------------------------------------------------------------------
 
 
 def surfaces(name: str, recipes: Mapping[str, Recipe], looking: dict[str, Any], options: Options) -> dict[str, Outcome]:
-    """`surface` of each recipe; `looking` has its steps, span, samples, split and lines."""
-    cells = _training.cells(name, recipes, options)
-    return grid(name, surface, {cell: {**one, "seed": options.seed, **looking} for cell, one in cells.items()}, options)
+    """`surface` of each recipe, by its name; `looking` has its steps, span, samples, split and lines."""
+    named = {f"{title}-seed{options.seed}": recipe for title, recipe in recipes.items()}
+    cells = _training.cells(name, named, options)
+    found = grid(name, surface, {cell: {**one, "seed": options.seed, **looking} for cell, one in cells.items()}, options)
+    return dict(zip(recipes, found.values(), strict=True))
+
+
+def thinned(series: Series) -> Series:
+    """Surfaces for the result file, their losses to 4 digits: a plane is long. Measure them before."""
+    short = np.vectorize(lambda value: float(f"{value:.4g}"), otypes=[float])
+    return {
+        name: one and {**one, "loss": short(matrix(one["loss"])).tolist(), "lines": short(matrix(one["lines"])).tolist()}
+        for name, one in series.items()
+    }
 
 
 # --- measures -------------------------------------------------------------------------------------------------------------------
@@ -108,27 +123,71 @@ def halfway(found: Mapping[str, Any]) -> float:
     return (float(loss[len(loss) // 2, len(loss) // 2]) + float(found["guessing"])) / 2
 
 
-def line_widths(found: Mapping[str, Any], level: float) -> list[float]:
-    """How wide {loss <= level} is around the minimiser along each direction there is: both of the plane, and the lines."""
-    loss = matrix(found["loss"])
+@dataclass(frozen=True)
+class Width:
+    """How wide a basin is, NaN if it is not known. `bound`: only a lower bound, as the basin reaches the end of the grid."""
+
+    value: float = math.nan
+    error: float = math.nan
+    bound: bool = False
+
+    def over(self, other: "Width") -> float:
+        """How many times as wide as the other; NaN if that one is 0, or nothing but a lower bound."""
+        return self.value / other.value if other.value and not other.bound else math.nan
+
+    def text(self) -> str | None:
+        """For a table, with the standard error where there is one."""
+        if math.isnan(self.value):
+            return None
+        return f"{'>= ' if self.bound else ''}{self.value:.3f}" + ("" if math.isnan(self.error) else f" ({self.error:.3f})")
+
+
+def widths(found: Mapping[str, Any] | None, level: float) -> tuple[Width, Width]:
+    """The basin {loss <= level} around the minimiser: its diameter on the plane, and its mean width along every direction there is.
+
+    These are both of the plane and the lines. Where the cell failed, or there is no such level, nothing is known.
+    """
+    if found is None or math.isnan(level):
+        return Width(), Width()
+    loss, disc = matrix(found["loss"]), plane(found).basin(level)
     middle = len(loss) // 2
-    lines = [loss[:, middle], loss[middle], *map(matrix, found["lines"])]
-    return [_landscape(found["axis"], line).basin(level).size for line in lines]
+    lines = [_landscape(found["axis"], line).basin(level) for line in (loss[:, middle], loss[middle], *map(matrix, found["lines"]))]
+    along = Width(*mean_error([line.size for line in lines]), bound=any(_open(line) for line in lines))
+    return Width(disc.diameter, bound=_open(disc)), along
+
+
+def _open(basin: Basin) -> bool:
+    """Whether it may go on where there is no loss."""
+    return basin.at_edge or basin.at_failure
 
 
 # --- drawing --------------------------------------------------------------------------------------------------------------------
+
+
+def drawable(series: Series) -> dict[str, dict[str, Any]]:
+    """The surfaces that have a loss anywhere."""
+    return {name: one for name, one in series.items() if one and np.isfinite(matrix(one["loss"])).any()}
+
+
+def colour_limits(series: Mapping[str, Mapping[str, Any]]) -> tuple[float, float]:
+    """From the least loss to the 95th percentile of all; for colours by logarithm, so the least is above 0."""
+    every = np.concatenate([matrix(one["loss"]).ravel() for one in series.values()])
+    every = every[np.isfinite(every)]
+    high = max(float(np.percentile(every, 95)), 1e-3)
+    return min(max(float(every.min()), 1e-3 * high), 0.99 * high), high
 
 
 def draw_surface(axes: "Axes", found: Mapping[str, Any], title: str, limits: tuple[float, float], level: float) -> Any:
     """Contours between the limits, the same colours in every panel that has them, a cross at the minimiser, and its basin."""
     from matplotlib.collections import LineCollection
 
-    landscape, axis = plane(found), found["axis"]
+    axis = found["axis"]
     loss = np.ma.masked_invalid(matrix(found["loss"])).clip(*limits)
     levels = np.geomspace(*limits, LEVELS)
     filled = axes.contourf(axis, axis, loss.T, levels=levels, norm="log", cmap="viridis")
     axes.contour(filled, levels=levels[::3], colors="white", linewidths=0.4)
-    axes.add_collection(LineCollection(list(landscape.basin(level).outline), colors="#D55E00", linewidths=1.4, zorder=4))
+    outline = [] if math.isnan(level) else list(plane(found).basin(level).outline)
+    axes.add_collection(LineCollection(outline, colors="#D55E00", linewidths=1.4, zorder=4))
     axes.plot(0, 0, marker="+", color="white", markersize=6, zorder=5)
     axes.set(aspect="equal", xlim=(axis[0], axis[-1]), ylim=(axis[0], axis[-1]))
     axes.set_title(title, fontsize=8)

@@ -20,7 +20,6 @@ one cell of a grid, of several draws of the weights. The data are those of the p
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from torch import Tensor
 from opteq import data
 from opteq.cells import GaussianDEQ
 from opteq.diagnostics.drawing import COLOURS, new_figure
-from opteq.experiments._claims import Measured, at_least, at_most, judged, within
+from opteq.experiments._claims import Measured, at_least, at_most, column, judged, ratios, within
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
 from opteq.models import Readout
 from opteq.solvers import Picard
@@ -171,21 +170,16 @@ def judge(name: str, config: Config, dataset: str, series: Series) -> Measured:
         case "least":
             return {f"{dataset}: least lambda_min(G) / (m lambda_*)": at_least(series["least"][-1], 0.5)}
         case "depth":
-            return {f"{dataset}: largest factor": at_most(factors(gaps["population"]), sigma_w)}
+            return {f"{dataset}: largest factor": at_most(ratios(gaps["population"]), sigma_w)}
         case "layers":
-            return {f"{dataset}: largest factor": at_most(factors(gaps["finite"]), 8**0.5 * sigma_w)}
+            return {f"{dataset}: largest factor": at_most(ratios(gaps["finite"]), 8**0.5 * sigma_w)}
         case "both":
             bounds = [(8 * config.sigma_w2) ** (layer / 2) for layer in range(1, config.depth + 1)]
             tested = [layer for layer in range(1, config.depth + 1) if series["m"][-1] * bounds[layer - 1] ** 2 >= layer**2]
-            ratios = [gaps["between"][layer - 1] / bounds[layer - 1] for layer in tested]
-            return {f"{dataset}: distance over its bound, the largest of the first {len(ratios)} layers": at_most(ratios, 1.0)}
+            parts = [gaps["between"][layer - 1] / bounds[layer - 1] for layer in tested]
+            return {f"{dataset}: distance over its bound, the largest of the first {len(parts)} layers": at_most(parts, 1.0)}
     found = exponent(series["m"], series["tangent" if name == "tangent" else "gram"])
     return {f"{dataset}: exponent of m": within(found, -0.5 - NEAR, -0.5 + NEAR)}
-
-
-def factors(values: Sequence[float]) -> list[float]:
-    """From each value to the next."""
-    return [later / earlier for earlier, later in pairwise(values)]
 
 
 def exponent(widths: Sequence[int], draws: Sequence[Sequence[float]]) -> float:
@@ -213,7 +207,7 @@ def by_layer(series: Series) -> dict[str, Any]:
     """A row for each data set: the geometric mean of the factors from layer to layer."""
     columns = ["", "|K - K^(l)|_F", "|G - G^(l)|_F"]
     means = {
-        name: [float(np.exp(np.mean(np.log(factors(one["layers"][gap]))))) for gap in ("population", "finite")]
+        name: [float(np.exp(np.mean(np.log(ratios(one["layers"][gap]))))) for gap in ("population", "finite")]
         for name, one in series.items()
     }
     return table(columns, [[f"{name}: factor a layer", *found] for name, found in means.items()])
@@ -243,29 +237,29 @@ def draw_rates(axes: "Axes", series: Series, name: str) -> None:
     """Every draw and their root mean square, with a line of slope -1/2."""
     for colour, (label, one) in zip(COLOURS, series.items(), strict=False):
         scatter(axes, one, name, colour)
-        axes.loglog(one["m"], [rms(draws) for draws in numbers(one[name])], color=colour, label=label)
+        axes.loglog(one["m"], [rms(draws) for draws in by_width(one, name)], color=colour, label=label)
     widths = np.array(one["m"], dtype=float)
-    lowest = min(rms(numbers(one[name])[-1]) for one in series.values())
+    lowest = min(rms(by_width(one, name)[-1]) for one in series.values())
     axes.loglog(widths, 0.5 * lowest * (widths / widths[-1]) ** -0.5, ":", color="grey", label="slope -1/2")
     axes.set(xlabel="width $m$")
 
 
 def scatter(axes: "Axes", one: Series, name: str, colour: str) -> None:
     """A point for each draw."""
-    for m, draws in zip(one["m"], numbers(one[name]), strict=True):
+    for m, draws in zip(one["m"], by_width(one, name), strict=True):
         axes.plot([m] * len(draws), draws, ".", color=colour, markersize=2, alpha=0.5)
 
 
-def numbers(draws: Sequence[Sequence[float | None]]) -> list[list[float]]:
-    """As read back from JSON, NaN for null."""
-    return [[float("nan") if value is None else value for value in row] for row in draws]
+def by_width(one: Series, name: str) -> list[list[float]]:
+    """The draws at each width, as read back from JSON: NaN for null."""
+    return [column({name: draws}, name) for draws in one[name]]
 
 
 def draw_least(axes: "Axes", series: Series) -> None:
     """lambda_min(G) / (m lambda_*), every draw and the least of them, and the 1/2 of Theorem 2."""
     for colour, (_, one) in zip(COLOURS, series.items(), strict=False):
         scatter(axes, one, "least", colour)
-        axes.semilogx(one["m"], [float(np.min(draws)) for draws in numbers(one["least"])], color=colour)
+        axes.semilogx(one["m"], [float(np.min(draws)) for draws in by_width(one, "least")], color=colour)
     axes.axhline(0.5, color="black", linestyle="--")
     axes.set(xlabel="width $m$", ylim=(0, None))
     axes.set_title(r"(c) $\lambda_{\min}(G) \,/\, (m \lambda_*)$", loc="left")
@@ -275,7 +269,7 @@ def draw_layers(axes: "Axes", series: Series, sigma_w2: float) -> None:
     """The three distances against the layer: a colour for each data set, a line for each distance."""
     for name, line in zip(LAYERS, ("-", "--", ":"), strict=True):
         for colour, one in zip(COLOURS, series.values(), strict=False):
-            (gaps,) = numbers([one["layers"][name]])
+            gaps = column(one["layers"], name)
             axes.semilogy(range(1, len(gaps) + 1), gaps, line, color=colour)
         axes.plot([], [], line, color="grey", label=LAYERS[name])
     ls = np.arange(1, len(gaps) + 1)

@@ -34,7 +34,7 @@ from torch import Tensor
 from opteq import Stop, data
 from opteq.cells import Monotone
 from opteq.diagnostics.drawing import COLOURS, new_figure
-from opteq.experiments._claims import Measured, at_least, at_most, column, judged
+from opteq.experiments._claims import Measured, at_least, at_most, column, judged, mean_error
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
 from opteq.models import Readout
 from opteq.theory import empirical_ntk, gradient_flow, least_eigenvalue
@@ -45,16 +45,32 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "main", "run", "train"]
+__all__ = ["ABOUT", "CLAIMS", "PRESETS", "WHY", "Config", "figure", "main", "run", "train"]
 
 NAME = "monotone_convergence"
 ABOUT = (__doc__ or "").split("\n")[0]
 CLAIMS = {
     "flow": "Where Theorem 3.3.1 applies, the loss of the flow falls at least at its rate, and its other conclusions hold.",
-    "descent": "Where Theorem 3.3.5 applies, so it is with descent, at the theorem's own step and at the sharp one.",
-    "kernel": "Throughout these trainings lambda_min of the tangent kernel is at least lam0^2 / 4.",
-    "width": "Of networks as they are usually drawn, the wider ones change their tangent kernel less in training.",
+    "descent": (
+        "Where Theorem 3.3.5 applies, so it is with descent, at the sharp step and at the theorem's own, "
+        "which is so small that next to nothing moves."
+    ),
+    "kernel": (
+        "Throughout these trainings lambda_min of the tangent kernel is at least lam0^2 / 4; "
+        "the kernel hardly moves in them, so this is tested at the start above all."
+    ),
+    "width": (
+        "Of networks as they are usually drawn, the wider ones change their tangent kernel less in training, "
+        "by more than 2 standard errors from each width to the next."
+    ),
 }
+WHY = {
+    "width": (
+        "On MNIST it is clear. On CIFAR-10 the mean falls from width to width, too, but from seed to seed, with the 8 images and "
+        "the weights, the change of K varies more than that: five seeds do not tell."
+    ),
+}
+CLEAR = 2.0  # standard errors that an effect must exceed
 KINDS = {"flow": "flow", "descent": "descent, the theorem's step", "sharp": "descent, the sharp step"}
 
 
@@ -168,7 +184,8 @@ def run(options: Options) -> Result:
     series: Series = {name: collect(config, name, options.seed, results) for name in config.data}
     claims = judged(CLAIMS, {name: judge(name, series) for name in CLAIMS})
     tables = {"Certified networks": summary(series), "Networks as usually drawn": drift_table(series)}
-    return gather(NAME, options, claims, outcomes=outcomes, tables=tables, series=series, notes=doubts(series))
+    notes = [*stillness(series), *doubts(series)]
+    return gather(NAME, options, claims, outcomes=outcomes, tables=tables, series=series, notes=notes)
 
 
 def cells(config: Config, options: Options) -> dict[str, dict[str, Any]]:
@@ -205,9 +222,9 @@ def judge(name: str, series: Series) -> Measured:
         certified = one["certified"]
         match name:
             case "width":
-                drifts = [mean(last(cells, "drift")) for cells in one["plain"].values()]
-                ratios = [wide / narrow for narrow, wide in pairwise(drifts)]
-                measured[f"{dataset}: mean drift over that of the next narrower networks, the largest"] = at_most(ratios, 1.0)
+                gains = [clearness(*pair) for pair in pairwise(one["plain"].values())]
+                text = f"{dataset}: how much less K changes than at the next smaller width, in standard errors, the least"
+                measured[text] = at_least(gains, CLEAR)
             case "kernel":
                 ratios = [
                     v / (cell or {"least": math.nan})["least"] for cell in certified.values() for v in column(cell, "ntk_min")
@@ -250,9 +267,11 @@ def last(cells: Sequence[dict[str, Any] | None], name: str) -> list[float]:
     return [column(cell, name)[-1] for cell in cells]
 
 
-def mean(values: Sequence[float]) -> float:
-    """NaN if one is missing."""
-    return float(np.mean(values))
+def clearness(narrow: Sequence[dict[str, Any] | None], wide: Sequence[dict[str, Any] | None]) -> float:
+    """By how much the wide networks change K less, seed by seed, in standard errors of the mean; NaN for one seed."""
+    gains = [a - b for a, b in zip(last(narrow, "drift"), last(wide, "drift"), strict=True)]
+    mean, error = mean_error(gains)
+    return mean / error if error else math.nan
 
 
 def summary(series: Series) -> dict[str, Any]:
@@ -273,27 +292,30 @@ def drift_table(series: Series) -> dict[str, Any]:
     for dataset, one in series.items():
         for width, cells in one["plain"].items():
             falls = [math.exp(logarithms(column(cell, "loss"))[-1]) for cell in cells]
-            drifts = last(cells, "drift")
-            rows.append([f"{dataset}, width {width}", mean(falls), mean(drifts), standard_error(drifts)])
+            rows.append([f"{dataset}, width {width}", mean_error(falls)[0], *mean_error(last(cells, "drift"))])
     return table(["", "L(end) / L(0)", "change of K", "its standard error"], rows)
 
 
-def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean; None for one value."""
-    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+def stillness(series: Series) -> list[str]:
+    """How little moves with the theorem's own step."""
+    cells = [one["certified"]["descent"] for one in series.values()]
+    steps = [math.nan if cell is None else cell["step"] for cell in cells]
+    falls = [-math.expm1(logarithms(column(cell, "loss"))[-1]) for cell in cells]
+    changes = [float(np.max(last([one["certified"][kind] for one in series.values()], "drift"))) for kind in KINDS]
+    return [
+        f"The theorem's own steps, at most {np.max(steps):.1g}, lower the loss by at most {100 * np.max(falls):.1g}% in all; "
+        f"K changes by at most {np.max(changes):.1g} of its norm in any certified training."
+    ]
 
 
 def doubts(series: Series) -> list[str]:
-    """Which widths next to each other differ in their mean drift by no more than its standard error."""
-    found = []
-    for dataset, one in series.items():
-        for (narrow, cells), (wide, others) in pairwise(one["plain"].items()):
-            a, b = last(cells, "drift"), last(others, "drift")
-            if abs(mean(a) - mean(b)) <= math.hypot(standard_error(a) or 0.0, standard_error(b) or 0.0):
-                found.append(
-                    f"{dataset}: the change of K at the widths {narrow} and {wide} differs by less than its standard error."
-                )
-    return found
+    """Which widths next to each other do not differ clearly in how much K changes."""
+    return [
+        f"{dataset}: from width {narrow} to {wide} the change of K falls by {clearness(cells, others):.1f} standard errors."
+        for dataset, one in series.items()
+        for (narrow, cells), (wide, others) in pairwise(one["plain"].items())
+        if clearness(cells, others) < CLEAR
+    ]
 
 
 # --- the figure -----------------------------------------------------------------------------------------------------------------

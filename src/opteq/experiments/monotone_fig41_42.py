@@ -1,9 +1,9 @@
 """Figures 4.1 and 4.2 of the thesis on the tangent kernel of monotone DEQs: how the first weights shape the iterates.
 
 The network is z = norm(relu(z + norm(x + W2 * norm(relu(W1 * z))))), with group norms, where x is a convolution of an MNIST image.
-With W1 and W2 from N(0, 1), the thesis says (Section 4.1.1), "the sequence of z^[i] is more chaos", while with N(0, 0.01) "z^[i]
-stay quite steady after the first step". It shows |f(z) - z| / |f(z)| of the iterates of Anderson's method for test images, and the
-iterates in their first two principal components; it prints no numbers.
+With W1 and W2 from N(0, 1), the thesis says (Section 4.1.1), "the sequence of z^[i] is more chaos", while with "a smaller variance
+normal distribution", N(0, 0.01), "z^[i] stay quite steady after the first step". It shows |f(z) - z| / |f(z)| of the iterates of
+Anderson's method for test images, and the iterates in their first two principal components; it prints no numbers.
 
 Chaos is measured as it is defined: by the Lyapunov exponent of the plain iteration z <- f(z), the mean of log |J(z_k) v_k| for unit
 vectors v_k that are carried along. It is positive where two starts that are near part, negative where they meet. Steady after the
@@ -11,8 +11,8 @@ first step: the rest of the path is shorter than that step.
 
 Not in its text: the channels (those of the tutorial that the block is from, 48 and 64 inside), the number of images and steps, the
 norm of x (here the tutorial's batch norm, with the statistics of training images: x must not be small beside W2 * (...), or nothing
-settles), and whether 0.01 is the variance. It is the deviation in the tutorial, and here: a deviation of 0.1 is measured, too, and
-its iterates do not settle. `small` has 32 images and three draws of the weights. Each size with each draw is one cell of a grid.
+settles). In the tutorial 0.01 is the deviation, as it is printed it is the variance, a deviation of 0.1: both are measured. `small`
+has 32 images and three draws of the weights. Each size with each draw is one cell of a grid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from opteq.cells import Residual
 from opteq.diagnostics import Trajectory, residual_curve, trajectory
 from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.equilibrium import Equilibrium
-from opteq.experiments._claims import Measured, at_least, at_most, column, judged
+from opteq.experiments._claims import Measured, at_least, at_most, column, judged, mean_error
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
 from opteq.models import Classifier, residual_deq
 from opteq.solvers import Anderson, Picard
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "judge", "lyapunov", "main", "run", "settle"]
+__all__ = ["ABOUT", "CLAIMS", "PRESETS", "WHY", "Config", "figure", "judge", "lyapunov", "main", "run", "settle"]
 
 NAME = "monotone_fig41_42"
 ABOUT = (__doc__ or "").split("\n")[0]
@@ -47,8 +47,20 @@ DEVIATIONS = {SMALL: 0.01, MIDDLE: 0.1, STANDARD: 1.0}
 TOLERANCE = 1e-2  # of the thesis's solver, Section 4.1.2
 CLAIMS = {
     "steady": "With N(0, 0.01²) every path is solved to 1e-2 within 50 steps, and the rest of it is shorter than its first step.",
+    "printed": (
+        "As printed, with the variance 0.01, N(0, 0.1²), the iterates settle: every path is solved to 1e-2 within 50 steps, "
+        "and the rest of it is shorter than its first step."
+    ),
     "restless": "With N(0, 1) no path is solved to 1e-2 within 50 steps, and the rest of each is longer than its first step.",
     "chaos": "Under z <- f(z), starts that are near part with N(0, 1), a Lyapunov exponent above 0, and meet with N(0, 0.01²).",
+}
+
+
+WHY = {
+    "printed": (
+        "The iterates settle only with the smaller weights: 0.01 must be their deviation, as it is in the tutorial that the thesis "
+        "takes the block from, not their variance."
+    ),
 }
 
 
@@ -188,7 +200,6 @@ def run(options: Options) -> Result:
         outcomes=outcomes,
         tables={"The iterates by the first weights: means over images and draws (standard error over draws)": summary(by_title)},
         series={title: thin(runs[0]) for title, runs in by_title.items()},
-        notes=["0.01 is taken for the deviation of the small weights; with a variance of 0.01 the iterates do not settle."],
     )
 
 
@@ -209,13 +220,17 @@ def judge(by_title: Mapping[str, Sequence[Series | None]]) -> dict[str, Measured
     def every(title: str, name: str) -> list[float]:
         return [value for one in by_title[title] for value in column(one, name)]
 
+    def settled(title: str) -> Measured:
+        return {
+            "least residual of a path, the largest": at_most(every(title, "least"), TOLERANCE),
+            "path after the first step over that step, the largest": at_most(every(title, "rest"), 1.0),
+        }
+
     return {
-        "steady": {
-            "steps to 1e-2, the most": at_most(every(SMALL, "solved"), 50),
-            "path after the first step over that step, the largest": at_most(every(SMALL, "rest"), 1.0),
-        },
+        "steady": settled(SMALL),
+        "printed": settled(MIDDLE),
         "restless": {
-            "residual, the least of all steps": at_least(every(STANDARD, "least"), TOLERANCE),
+            "least residual of a path, the least": at_least(every(STANDARD, "least"), TOLERANCE),
             "path after the first step over that step, the least": at_least(every(STANDARD, "rest"), 1.0),
         },
         "chaos": {
@@ -259,8 +274,8 @@ def mean(values: Sequence[float]) -> str | None:
     """The mean and its standard error; None of nothing."""
     if not values:
         return None
-    error = f" ({np.std(values, ddof=1) / np.sqrt(len(values)):.1g})" if len(values) > 1 else ""
-    return f"{np.mean(values):.3g}{error}"
+    found, error = mean_error(values)
+    return f"{found:.3g}" + (f" ({error:.1g})" if len(values) > 1 else "")
 
 
 # --- the figure -----------------------------------------------------------------------------------------------------------------
@@ -270,8 +285,8 @@ def figure(result: Result) -> "Figure":
     """Residuals above, paths in their principal components below; a column for each size of the weights."""
     series = {title: one for title, one in result["series"].items() if one}
     with new_figure((6.3, 4.4)) as page:
-        panels = page.subplots(2, len(series), squeeze=False)
-        for (above, below), (title, one) in zip(panels.T, series.items(), strict=True):
+        panels = page.subplots(2, max(1, len(series)), squeeze=False)
+        for (above, below), (title, one) in zip(panels.T, series.items(), strict=False):
             for colour, (solver, curve) in zip(COLOURS, one["residual"].items(), strict=False):
                 above.plot(curve, color=colour, label=solver, linewidth=1.2)
             above.axhline(TOLERANCE, color="0.4", linewidth=0.8, linestyle="--")
@@ -280,7 +295,8 @@ def figure(result: Result) -> "Figure":
             above.grid(visible=True)
             draw_paths(below, one)
         panels[0, 0].set_ylabel("$|f(z) - z| \\,/\\, |f(z)|$, mean")
-        panels[0, -1].legend(loc="lower right", frameon=False)
+        if series:
+            panels[0, -1].legend(loc="lower right", frameon=False)
     return page
 
 

@@ -11,7 +11,8 @@ samples), the solver in this section (that of Section 4.1: Anderson to 1e-2, at 
 it is that of the basin, the connected set around the minimiser where the loss is at most a level: the diameter of the disc of its
 area on the plane, and its mean width along the lines of several random directions. The level is halfway between the loss at the
 minimiser and that of guessing, log 10; a network with a lower loss then has a lower level. Or the level is the same for all
-networks, the highest of these. Where a sample does not reach its equilibrium, the last iterate counts, as it would in use.
+networks, the highest of these. A basin that reaches the edge of the grid may be wider than it looks: against such a one nothing is
+shown. Where a sample does not reach its equilibrium, the last iterate counts, as it would in use.
 
 `small` has the same networks on maps of 8 x 8 instead of 32 x 32 (a first convolution of stride 4), fewer epochs on a part of the
 training set, and 17 x 17 points. Each network with its surface is one cell of a grid, which goes on where it was interrupted.
@@ -27,7 +28,18 @@ import numpy as np
 from opteq.diagnostics.drawing import new_figure
 from opteq.experiments._claims import Measured, at_least, judged
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, table
-from opteq.experiments._thesis import adam, draw_surface, halfway, line_widths, matrix, plane, surfaces
+from opteq.experiments._thesis import (
+    ONE_SEED,
+    Width,
+    adam,
+    colour_limits,
+    draw_surface,
+    drawable,
+    halfway,
+    surfaces,
+    thinned,
+    widths,
+)
 from opteq.recipes import Data, Recipe, Repeat, Residual, Solve
 
 if TYPE_CHECKING:
@@ -93,15 +105,18 @@ def run(options: Options) -> Result:
     looking = {"steps": config.steps, "span": config.span, "samples": config.samples, "split": "train", "lines": config.lines}
     outcomes = surfaces(NAME, recipes(config, options), looking, options)
     series = {name: outcome.result for name, outcome in outcomes.items()}
-    widths = measure(series)
+    measured = measure(series)
     return gather(
         NAME,
         options,
-        judged(CLAIMS, judge(widths)),
+        judged(CLAIMS, judge(measured)),
         outcomes=outcomes,
-        tables={"The basins: diameter on the plane, mean width along lines (standard error)": rows(widths, series)},
-        series=series,
-        notes=["The level of a basin is halfway from the loss at the minimiser to log 10; the same level is the highest of these."],
+        tables={"The basins: diameter on the plane, mean width along lines (standard error)": rows(measured, series)},
+        series=thinned(series),
+        notes=[
+            "The level of a basin is halfway from the loss at the minimiser to log 10; the same level is the highest of these.",
+            ONE_SEED,
+        ],
     )
 
 
@@ -109,72 +124,46 @@ def run(options: Options) -> Result:
 
 
 def measure(series: Series) -> dict[str, dict[str, Any]]:
-    """Of each network: its level, and of the basins at its own and at the same level, the diameter and the widths along lines."""
+    """Of each network: its level, and its diameter and width along lines at its own (`basin`) and at the same level."""
     levels = {name: halfway(one) if one else float("nan") for name, one in series.items()}
     same = float(np.max(list(levels.values())))  # NaN if one is
-    return {name: {"basin": widths(one, levels[name]), "same_level": widths(one, same)} for name, one in series.items()}
-
-
-def widths(one: Mapping[str, Any] | None, level: float) -> dict[str, Any]:
-    """The basin of a network at a level; NaN where it failed, or has no such level."""
-    if one is None or np.isnan(level):
-        return {"level": float("nan"), "diameter": float("nan"), "lines": [float("nan")], "at_edge": False}
-    basin = plane(one).basin(level)
-    return {"level": level, "diameter": basin.diameter, "lines": line_widths(one, level), "at_edge": basin.at_edge}
+    return {
+        name: {"level": levels[name], "basin": widths(one, levels[name]), "same_level": widths(one, same)}
+        for name, one in series.items()
+    }
 
 
 def judge(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Measured | str]:
     """Each network's basin against that of the next shallower one, which it must not fall below."""
-    judged: dict[str, Measured | str] = {}
-    for claim in CLAIMS:
-        diameters = [one[claim]["diameter"] for one in measured.values()]
-        lines = [float(np.mean(one[claim]["lines"])) for one in measured.values()]
-        judged[claim] = {
-            "diameter over that of the next shallower network, the least": at_least(ratios(diameters), 1.0),
-            "mean width along lines over that of the next shallower network, the least": at_least(ratios(lines), 1.0),
-            "diameter of the DEQ over that of the shallowest network": at_least(ratios([diameters[0], diameters[-1]]), 1.0),
+
+    def least(claim: str, kind: int) -> float:
+        found: list[Width] = [one[claim][kind] for one in measured.values()]
+        return float(np.min([wide.over(narrow) for narrow, wide in pairwise(found)]))
+
+    return {
+        claim: {
+            "diameter over that of the next shallower network, the least": at_least(least(claim, 0), 1.0),
+            "mean width along lines over that of the next shallower network, the least": at_least(least(claim, 1), 1.0),
         }
-    return judged
-
-
-def ratios(values: Sequence[float]) -> list[float]:
-    """Each value over the one before; NaN where that is 0."""
-    return [after / before if before else float("nan") for before, after in pairwise(values)]
+        for claim in CLAIMS
+    }
 
 
 def rows(measured: Mapping[str, Mapping[str, Any]], series: Series) -> dict[str, Any]:
     """The table: a row for each network."""
     columns = [
-        "network",
-        "training loss",
-        "test accuracy",
-        "level",
-        "diameter",
-        "width",
-        "diameter, same level",
-        "width, same level",
-    ]
-    columns.append("points where all samples converged")
+        "network", "training loss", "test accuracy", "level", "diameter", "width", "diameter, same level", "width, same level",
+        "points where all samples converged",
+    ]  # fmt: skip
     return table(columns, [row(name, one, series[name] or {}) for name, one in measured.items()])
 
 
 def row(name: str, one: Mapping[str, Any], found: Mapping[str, Any]) -> list[Any]:
     """A row of the table; gaps where a cell failed."""
     last = [found[key][-1] if key in found else None for key in ("train_loss", "valid_accuracy")]
-    own, same = one["basin"], one["same_level"]
+    texts = [width.text() for width in (*one["basin"], *one["same_level"])]
     converged = None if name.startswith("repeat") else found.get("converged")
-    return [name, *last, own["level"], text(own), lines_text(own), text(same), lines_text(same), converged]
-
-
-def text(basin: Mapping[str, Any]) -> str:
-    """A diameter, a lower bound if the basin reaches the edge of the plane."""
-    return f"{'>= ' if basin['at_edge'] else ''}{basin['diameter']:.3f}"
-
-
-def lines_text(basin: Mapping[str, Any]) -> str:
-    """The mean width along the lines, with its standard error."""
-    lines = np.array(basin["lines"])
-    return f"{lines.mean():.3f}" + (f" ({lines.std(ddof=1) / np.sqrt(len(lines)):.3f})" if len(lines) > 1 else "")
+    return [name, *last, one["level"], *texts, converged]
 
 
 # --- the figure -----------------------------------------------------------------------------------------------------------------
@@ -182,14 +171,14 @@ def lines_text(basin: Mapping[str, Any]) -> str:
 
 def figure(result: Result) -> "Figure":
     """The surfaces with one scale of colours, the basin of each at the same level, and the widths by depth."""
-    series = {name: one for name, one in result["series"].items() if one}
-    every = np.concatenate([matrix(one["loss"]).ravel() for one in series.values()])
-    limits = float(np.nanmin(every)), float(np.nanpercentile(every, 95))
-    level = max(halfway(one) for one in series.values())
+    series = drawable(result["series"])
     with new_figure((6.3, 6.0)) as page:
+        if not series:
+            return page
+        limits, level = colour_limits(series), max(halfway(one) for one in series.values())
         panels = page.subplots(2, 2, sharex=True, sharey=True, squeeze=False).ravel()
         for axes, (name, one) in zip(panels, series.items(), strict=False):
-            diameter = text(widths(one, level))
+            diameter = widths(one, level)[0].text() or "unknown"
             filled = draw_surface(axes, one, f"{name}: diameter {diameter}", limits, level)
         bar = page.colorbar(filled, ax=list(panels), format="%.3g", shrink=0.8)
         bar.set_label(f"training loss; the orange line is at {level:.3g}")

@@ -7,7 +7,8 @@ have only a minimum and an invex-like loss landscape", and that "the minimum is 
 Not in its text: which MDEQ, its training (here that of figure 4.4: Adam from 1e-3 on, a cosine, batches of 100), the resolution (51
 x 51 in figure 4.4), and flat compared with what. Here it is compared with repeat-6, the first weight-tied network of figure 4.4,
 trained on the same images for as many steps: by the basin, the connected set around the minimiser where the loss is at most halfway
-between that at the minimiser and that of guessing. An invex function has no minimum but the global one: so no other point of the
+between that at the minimiser and that of guessing; if that of repeat-6 reaches the edge of the grid, it may be wider than it looks,
+and nothing is shown. An invex function has no minimum but the global one: so no other point of the
 grid may be as low as all of its neighbours, and the points below any level must be one region. Where a sample does not reach its
 equilibrium, the last iterate counts, as it would in use.
 
@@ -25,7 +26,20 @@ import numpy as np
 from opteq.diagnostics.drawing import new_figure
 from opteq.experiments._claims import Measured, at_least, at_most, judged
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, table
-from opteq.experiments._thesis import Array, adam, draw_surface, halfway, line_widths, matrix, plane, surfaces
+from opteq.experiments._thesis import (
+    ONE_SEED,
+    Array,
+    Width,
+    adam,
+    colour_limits,
+    draw_surface,
+    drawable,
+    halfway,
+    matrix,
+    surfaces,
+    thinned,
+    widths,
+)
 from opteq.recipes import Data, Multiscale, Recipe, Repeat, Solve
 
 if TYPE_CHECKING:
@@ -94,8 +108,8 @@ def run(options: Options) -> Result:
         judged(CLAIMS, judge(series)),
         outcomes=outcomes,
         tables={"The surfaces, on test images; diameter and width are those of the basin": rows(series)},
-        series=series,
-        notes=["The level of a basin is halfway from the loss at the minimiser to that of guessing."],
+        series=thinned(series),
+        notes=["The level of a basin is halfway from the loss at the minimiser to that of guessing.", ONE_SEED],
     )
 
 
@@ -103,20 +117,20 @@ def run(options: Options) -> Result:
 
 
 def minima(loss: Array) -> list[tuple[int, int]]:
-    """The points of a grid whose loss is no higher than that of any of their eight neighbours; none if a loss is NaN."""
-    from scipy.ndimage import minimum_filter  # type: ignore[import-untyped]
+    """The points of a grid whose loss is no higher than that of their eight neighbours, one of each plateau; none if one is NaN."""
+    from scipy.ndimage import label, minimum_filter  # type: ignore[import-untyped]
 
     if np.isnan(loss).any():
         return []
-    lowest = loss == minimum_filter(loss, size=3, mode="nearest")
-    return [(int(i), int(j)) for i, j in np.argwhere(lowest)]
+    plateaus, count = label(loss == minimum_filter(loss, size=3, mode="nearest"), np.ones((3, 3)))
+    return [(int(i), int(j)) for i, j in (np.argwhere(plateaus == k)[0] for k in range(1, count + 1))]
 
 
 def regions(loss: Array, guessing: float, levels: int = 40) -> int:
-    """The most regions into which {loss <= level} falls, over levels from the least loss to that of guessing; 0 if one is NaN."""
+    """The most regions of {loss <= level}, over levels from the least loss to that of guessing; 0 if none is as low, or one NaN."""
     from scipy.ndimage import label
 
-    if np.isnan(loss).any():
+    if np.isnan(loss).any() or loss.min() > guessing:
         return 0
     return max(int(label(loss <= level, np.ones((3, 3)))[1]) for level in np.linspace(loss.min(), guessing, levels))
 
@@ -129,6 +143,7 @@ def judge(series: Series) -> dict[str, Measured | str]:
     away = max(abs(place - middle) for place in places[0]) if places else nan
     parts = regions(loss, nan if mdeq is None else mdeq["guessing"])
     own, other = (basin(series[name]) for name in (MODEL, REFERENCE))
+    diameter, width = (wide.over(narrow) for wide, narrow in zip(own, other, strict=True))
     return {
         "one_minimum": {
             "local minima on the grid": at_most(len(places) or nan, 1),
@@ -136,20 +151,15 @@ def judge(series: Series) -> dict[str, Measured | str]:
         },
         "one_region": {"regions, the most at any level": at_most(parts or nan, 1)},
         "flat": {
-            "diameter of the basin over that of repeat-6": at_least(own["diameter"] / other["diameter"], 1.0),
-            "mean width of the basin along lines over that of repeat-6": at_least(own["width"] / other["width"], 1.0),
+            "diameter of the basin over that of repeat-6": at_least(diameter, 1.0),
+            "mean width of the basin along lines over that of repeat-6": at_least(width, 1.0),
         },
     }
 
 
-def basin(one: Mapping[str, Any] | None) -> dict[str, float]:
-    """The level, diameter, mean width and its standard error of the basin of a network; NaN where it failed or has none."""
-    if one is None or np.isnan(matrix(one["loss"])).all() or np.isnan(level := halfway(one)):
-        return dict.fromkeys(("level", "diameter", "width", "error", "at_edge"), float("nan"))
-    disc, lines = plane(one).basin(level), np.array(line_widths(one, level))
-    error = float(lines.std(ddof=1) / np.sqrt(len(lines)))
-    diameter, width = (value or float("nan") for value in (disc.diameter, float(lines.mean())))
-    return {"level": level, "diameter": diameter, "width": width, "error": error, "at_edge": float(disc.at_edge)}
+def basin(one: Mapping[str, Any] | None) -> tuple[Width, Width]:
+    """The diameter and the mean width along lines of the basin of a network."""
+    return widths(one, halfway(one) if one else float("nan"))
 
 
 def rows(series: Series) -> dict[str, Any]:
@@ -162,29 +172,26 @@ def row(name: str, one: Mapping[str, Any] | None) -> list[Any]:
     """A row of the table; gaps where a cell failed."""
     if one is None:
         return [name, *[None] * 8]
-    loss, size = matrix(one["loss"]), basin(one)
+    loss = matrix(one["loss"])
     middle = float(loss[len(loss) // 2, len(loss) // 2])
-    diameter = f"{'>= ' if size['at_edge'] else ''}{size['diameter']:.3f}"
-    width = f"{size['width']:.3f} ({size['error']:.3f})"
     converged = one["converged"] if name == MODEL else None
     scores = [one["train_loss"][-1], one["valid_accuracy"][-1]]
-    return [name, *scores, middle, size["level"], diameter, width, len(minima(loss)), converged]
+    return [name, *scores, middle, halfway(one), *(width.text() for width in basin(one)), len(minima(loss)), converged]
 
 
 # --- the figure -----------------------------------------------------------------------------------------------------------------
 
 
 def figure(result: Result) -> "Figure":
-    """The surface of the MDEQ beside that of repeat-6, with the basins, and the loss along every line."""
-    series = {name: one for name, one in result["series"].items() if one}
-    every = np.concatenate([matrix(one["loss"]).ravel() for one in series.values()])
-    limits = float(np.nanmin(every)), float(np.nanpercentile(every, 95))
+    """The surface of the MDEQ beside that of repeat-6, with the basins."""
+    series = drawable(result["series"])
     with new_figure((6.3, 2.9)) as page:
-        panels = page.subplots(1, 2, sharex=True, sharey=True)
+        if not series:
+            return page
+        limits, panels = colour_limits(series), page.subplots(1, 2, sharex=True, sharey=True)
         for axes, (name, one) in zip(panels, series.items(), strict=False):
-            level = halfway(one)
-            title = f"{name}: diameter {basin(one)['diameter']:.3g} at {level:.3g}"
-            filled = draw_surface(axes, one, title, limits, level)
+            level, diameter = halfway(one), basin(one)[0].text() or "unknown"
+            filled = draw_surface(axes, one, f"{name}: diameter {diameter} at {level:.3g}", limits, level)
             axes.set_xlabel("first direction")
         panels[0].set_ylabel("second direction")
         page.colorbar(filled, ax=list(panels), format="%.3g", shrink=0.9).set_label("test loss")
