@@ -457,6 +457,14 @@ def test_what_a_network_solves_is_stated_where_it_is_known(model, kind, words, t
         assert found.latex
 
 
+def test_the_problem_may_be_stated_later(tmp_path):
+    """Its conditions are norms, and to bound those of many channels takes minutes."""
+    recipes.run(replace(TINY, train=replace(TINY.train, epochs=1)), tmp_path / "run", state=False, verbose=False)
+    assert not list((tmp_path / "run").glob("problem.*"))
+    recipes.write_statement(recipes.load_model(tmp_path / "run")[0], tmp_path / "run")
+    assert (tmp_path / "run" / "problem.txt").read_text().startswith("minimise")
+
+
 def test_a_trained_model_is_loaded_as_it_was_judged(trained):
     folder, result = trained
     model, dataset = recipes.load_model(folder)

@@ -1,5 +1,6 @@
 """Tables 3 and 5: the trainings they share, how R enters, the norms that are measured, and what the claims take for shown."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,9 @@ from torch.nn.functional import conv2d, conv_transpose2d
 
 from opteq.data import Dataset, Split
 from opteq.experiments import _alphas, _training, opteq_table3, opteq_table5
-from opteq.experiments._alphas import PRESETS, ROWS, clear_gain, gain, mean_error, penalised, recipe, spread
-from opteq.experiments._claims import judged
-from opteq.experiments._harness import Options
+from opteq.experiments._alphas import PRESETS, ROWS, penalised, recipe, spread
+from opteq.experiments._claims import clear_gain, gain, judged, mean_error
+from opteq.experiments._harness import Options, as_json
 from opteq.grids import Outcome
 from opteq.models import count_parameters
 from opteq.recipes import build, load_model
@@ -110,10 +111,11 @@ def test_both_tables_ask_for_their_common_trainings_alike(monkeypatch):
     assert {settings["recipe"]["train"]["seed"] for settings in three.values()} == {0, 1, 2}
 
 
-def test_a_training_that_diverged_is_a_gap_and_shows_nothing(monkeypatch):
-    stub(monkeypatch, lambda name: {"diverged": "at once"})
+@pytest.mark.parametrize(("good", "bad"), [("seed1", None), (None, {"diverged": "at once"})])
+def test_a_training_that_failed_or_diverged_is_a_gap_and_shows_nothing(monkeypatch, good, bad):
+    stub(monkeypatch, lambda name: {"accuracy": 10.0, "parameters": 5, "l1": 1.0, "l2": 1.0} if good and good in name else bad)
     for experiment in (opteq_table3, opteq_table5):
-        result = experiment.run(Options("small"))
+        result = json.loads(as_json(experiment.run(Options("small"))))
         assert not any(one["shown"] for one in result["claims"].values())
         assert experiment.figure(result).axes
 
@@ -158,13 +160,23 @@ def not_shown(experiment, given):
     return {name for name, one in judged(experiment.CLAIMS, experiment.judge(given)).items() if not one["shown"]}
 
 
-def test_the_numbers_of_table_5_show_what_the_paper_says_of_them_but_for_star():
+def test_the_numbers_of_table_5_show_what_the_paper_says_of_them():
     scores = printed(opteq_table5.PAPER)
-    assert not_shown(opteq_table5, scores) == {"star"}  # by 10 points, the incay of alpha = 0.01 is against it
+    assert not_shown(opteq_table5, scores) == set()
     scores["L2, dagger"]["0.01"] = seeds(58.0)
-    assert not_shown(opteq_table5, scores) == {"star", "l2_dagger"}
+    assert not_shown(opteq_table5, scores) == {"l2_dagger"}
     scores["no R"]["0.01"][1] = None
-    assert not_shown(opteq_table5, scores) == opteq_table5.CLAIMS.keys() - {"safe", "disentangling"}
+    assert not_shown(opteq_table5, scores) == opteq_table5.CLAIMS.keys() - {"safe", "star", "disentangling"}
+
+
+def test_star_is_judged_over_all_alphas_or_not_at_all():
+    """At 0.01 and 0.8 alone the paper's own numbers are against it, by 1.3 points."""
+    scores = printed(opteq_table5.PAPER)
+    for name in opteq_table5.REGULARISED:
+        scores[name] = {alpha: scores[name][alpha] for alpha in ("0.01", "0.8")}
+    found = judged(opteq_table5.CLAIMS, opteq_table5.judge(scores))
+    assert {name for name, one in found.items() if not one["shown"]} == {"star"}
+    assert found["star"]["shown"] is None
 
 
 def table_3():

@@ -7,9 +7,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 __all__ = [
-    "Measured", "at_least", "at_most", "claim", "column", "judged", "mean_error", "ratios", "untestable", "verdict", "within",
+    "Measured", "at_least", "at_most", "claim", "clear_gain", "column", "gain", "judged", "mean_error", "ratios", "untestable",
+    "verdict", "within",
 ]  # fmt: skip
 
+CLEAR = 2.0  # standard errors that an effect must exceed
 Measured: TypeAlias = dict[str, dict[str, Any]]  # by name: the value, what it must be, and whether it is
 
 
@@ -63,6 +65,17 @@ def mean_error(values: Sequence[float | None]) -> tuple[float, float]:
     """The mean over the seeds and its standard error, NaN for one seed; a seed that failed, None or NaN, makes both NaN."""
     found = np.array(values, dtype=float)  # None becomes NaN
     return float(found.mean()), float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else float("nan")
+
+
+def gain(high: Sequence[float | None], low: Sequence[float | None]) -> tuple[float, float]:
+    """high - low, seed by seed: the mean and its standard error."""
+    return mean_error([None if a is None or b is None else a - b for a, b in zip(high, low, strict=True)])
+
+
+def clear_gain(*pairs: tuple[Sequence[float | None], Sequence[float | None]]) -> dict[str, Any]:
+    """The least of the gains of the first over the second, in standard errors, which must reach 2; one seed has no error."""
+    gains = [gain(high, low) for high, low in pairs]
+    return at_least([mean / error if error else float("nan") for mean, error in gains], CLEAR)
 
 
 def ratios(values: Sequence[float]) -> list[float]:

@@ -34,7 +34,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     """Scores, parameters and seconds of the recipe's training, and a row for each epoch; "diverged" says why it ended early."""
     recipe, place = Recipe.from_json(settings["recipe"]), Path(settings["folder"])
     try:
-        found = recipes.run(recipe, place, resume=(place / "config.json").exists(), verbose=False)
+        found = recipes.run(recipe, place, resume=(place / "config.json").exists(), state=False, verbose=False)
     except DivergenceError as error:
         return {"diverged": str(error), "step": error.step}
     epochs = [row for row in found.history if row["kind"] == "epoch"]

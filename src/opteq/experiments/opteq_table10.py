@@ -12,12 +12,12 @@ implicitly, at the relative residual 1e-3; images are flipped at random. The dat
 test, 11 classes. Pixels without a class do not count.
 
 Run `opteq experiment opteq_table10 --preset small --data-dir DATA`. `small` has fewer iterations and smaller images (and so smaller
-maps), which are also those that are scored; two seeds. Each network with each seed is one cell of the grid.
+maps), which are also those that are scored; two seeds. Each network with each seed is one cell of the grid. A difference between
+the networks is a mean over the seeds, and counts only if it exceeds two standard errors; with one seed it has none.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +25,9 @@ import torch
 from opteq import models
 from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.experiments import _training
-from opteq.experiments._claims import Measured, at_least, column, judged
+from opteq.experiments._claims import Measured, at_least, clear_gain, column, gain, judged, mean_error
 from opteq.experiments._harness import Options, Result, command, folder, found, gather, grid, table
 from opteq.experiments._images import digit_maps
-from opteq.grids import Outcome
 from opteq.models import count_parameters
 from opteq.recipes import Data, Fcn, Recipe, Segmenter, Solve
 from opteq.training import TrainConfig
@@ -91,19 +90,20 @@ def networks(config: Config) -> dict[str, Segmenter | Fcn]:
 def run(options: Options) -> Result:
     """The scores of both networks on the test images, with each seed."""
     config = PRESETS[options.preset]
+    seeds = range(options.seed, options.seed + config.seeds)
     trainings = {
-        f"{name}-seed{k}": Recipe(images(config, options), network, training(config, options.seed + k))
-        for k in range(config.seeds)
+        f"{name}-seed{seed}": Recipe(images(config, options), network, training(config, seed))
+        for seed in seeds
         for name, network in networks(config).items()
     }
     outcomes = grid(NAME, _training.train, _training.cells(NAME, trainings, options), options)
-    by_network = {name: of(name, config, outcomes) for name in PAPER}
+    by_network = {name: [outcomes[f"{name}-seed{seed}"].result for seed in seeds] for name in PAPER}
     scores = {name: {key: [score(one, key) for one in found] for key in SCORES} for name, found in by_network.items()}
     return gather(
         NAME, options, judged(CLAIMS, judge(scores)), outcomes=outcomes,
         tables={"Scores on the test images in %, with standard errors": compared(scores, by_network)},
         series={"scores": scores, "curves": {name: [curves(one) for one in found] for name, found in by_network.items()}},
-        notes=["CamVid in the place of Cityscapes; scored at the size of the images that are given."],
+        notes=["CamVid in the place of Cityscapes; scored at the size of the images that are given.", note(config)],
     )  # fmt: skip
 
 
@@ -126,9 +126,11 @@ def training(config: Config, seed: int) -> TrainConfig:
 # --- what it shows --------------------------------------------------------------------------------------------------------------
 
 
-def of(name: str, config: Config, outcomes: Mapping[str, Outcome]) -> list[dict[str, Any] | None]:
-    """The results of a network, seed by seed; None for a cell that failed."""
-    return [outcomes[f"{name}-seed{k}"].result for k in range(config.seeds)]
+def note(config: Config) -> str:
+    """How far the differences can be trusted."""
+    if config.seeds == 1:
+        return "One seed: the differences have no estimate of their error."
+    return f"{config.seeds} seeds only: differences are between trainings of the same seed, and must reach 2 standard errors."
 
 
 def score(result: Mapping[str, Any] | None, key: str) -> float:
@@ -144,11 +146,14 @@ def curves(result: Mapping[str, Any] | None) -> dict[str, list[float]]:
 
 
 def judge(scores: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Measured | str]:
-    """By how much the mean over the seeds is higher, for each score."""
-    return {
-        key: {f"{title}, OptEq less FCN, in percent points": at_least(fmean(scores[OPTEQ][key]) - fmean(scores[FCN][key]), 0.0)}
-        for key, title in SCORES.items()
-    }
+    """By how much each score is higher, in standard errors; in percent points where there is one seed."""
+
+    def better(title: str, opteq: Sequence[float], fcn: Sequence[float]) -> Measured:
+        if len(opteq) > 1:
+            return {f"{title}, OptEq less FCN, in standard errors": clear_gain((opteq, fcn))}
+        return {f"{title}, OptEq less FCN, in percent points, without error": at_least(gain(opteq, fcn)[0], 0.0)}
+
+    return {key: better(title, scores[OPTEQ][key], scores[FCN][key]) for key, title in SCORES.items()}
 
 
 def compared(
@@ -159,14 +164,9 @@ def compared(
     rows = []
     for name, by_score in scores.items():
         first = results[name][0] or {}
-        cells = [part for key in SCORES for part in (fmean(by_score[key]), error(by_score[key]), PAPER[name][key])]
+        cells = [part for key in SCORES for part in (*mean_error(by_score[key]), PAPER[name][key])]
         rows.append([name, first.get("parameters"), *cells, first.get("seconds")])
     return table(columns, rows)
-
-
-def error(values: Sequence[float]) -> float | None:
-    """The standard error of the mean; None for one value."""
-    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 # --- the figure -----------------------------------------------------------------------------------------------------------------
@@ -186,8 +186,9 @@ def figure(result: Result) -> "Figure":
             axes.set_title(title, loc="left")
             axes.grid(visible=True)
         for i, (colour, (name, scores)) in enumerate(zip(COLOURS, series["scores"].items(), strict=False)):
-            heights = [fmean(v if v is not None else float("nan") for v in scores[key]) for key in SCORES]
-            last.bar([place + 0.4 * i - 0.2 for place in range(len(SCORES))], heights, width=0.38, color=colour, label=name)
+            heights, errors = zip(*(mean_error(scores[key]) for key in SCORES), strict=True)
+            places = [place + 0.4 * i - 0.2 for place in range(len(SCORES))]
+            last.bar(places, heights, yerr=errors, width=0.38, color=colour, label=name)
         last.set(xticks=range(len(SCORES)), xticklabels=["mean\nIoU", "mean\naccuracy", "pixel\naccuracy"])
         last.set_title("test images, %", loc="left")
         last.grid(visible=True, axis="y")

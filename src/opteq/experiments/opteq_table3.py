@@ -24,7 +24,10 @@ import numpy as np
 
 from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.experiments._alphas import (
+    HIGH,
     LAMBDAS,
+    LOW,
+    NOTES,
     PENALISED_ALPHA,
     PRESETS,
     ROWS,
@@ -32,14 +35,12 @@ from opteq.experiments._alphas import (
     Row,
     Scores,
     by_seed,
-    clear_gain,
-    gain,
-    mean_error,
     penalised,
+    relative,
     spread,
     trained,
 )
-from opteq.experiments._claims import Measured, at_most, judged
+from opteq.experiments._claims import Measured, at_most, clear_gain, judged, mean_error
 from opteq.experiments._harness import Options, Result, command, gather, table
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ PENALISED = {
     "l1": {"0.01": ("> 5", 86.4), "0.15": (0.81, 87.7), "0.5": (0.34, 86.9)},
     "l2": {"0.01": ("> 10", 87.3), "1": (1.56, 87.6), "10": (0.82, 86.7)},
 }  # by lambda: the mean of |z| or of z^2, and the accuracy in %
-AT = f"{PENALISED_ALPHA:g}"
-LOW = "0.01"
 DNN, NORMED = "DNN", "no R, batch norm"
 CLAIMS = {
     "alpha": "Without R, alpha = 0.4, 0.8 and 1 are all more accurate than 0.01 and 0.1.",
@@ -74,11 +73,6 @@ CLAIMS = {
     "l1_accuracy": "The middle lambda of R = lambda |z|_1 is more accurate than the smaller and the larger one.",
     "l2_accuracy": "The middle lambda of R = lambda |z|^2 is more accurate than the smaller and the larger one.",
 }
-NOTES = (
-    "Gains are differences between trainings of the same seed, in standard errors of their mean: they must reach 2.",
-    "Trainings that Table 5 has, too, are the same ones.",
-    "No norm stands around the equilibrium, as in the paper\'s equations; first trials with batch norms showed no effect of alpha.",
-)
 
 
 def run(options: Options) -> Result:
@@ -87,9 +81,9 @@ def run(options: Options) -> Result:
     plan = rows(config)
     outcomes = trained(plan, config, options)
     series = {what: by_seed(plan, outcomes, options, what) for what in ("accuracy", "parameters", "l1", "l2")}
-    series["parameters"] = {name: {AT: series["parameters"][name][AT]} for name in ("no R", DNN)}
+    series["parameters"] = {name: {HIGH: series["parameters"][name][HIGH]} for name in ("no R", DNN)}
     for what in LAMBDAS:  # those of the other trainings are not measured
-        series[what] = {name: {AT: series[what][name][AT]} for name in ("no R", *names(what))}
+        series[what] = {name: {HIGH: series[what][name][HIGH]} for name in ("no R", *names(what))}
     return gather(
         "opteq_table3", options, judged(CLAIMS, judge(series)), outcomes=outcomes, tables=tables(series), series=series, notes=NOTES
     )
@@ -117,7 +111,7 @@ def tables(series: Mapping[str, Scores]) -> dict[str, Any]:
     here: list[list[Any]] = [[name, *(spread(scores[name].get(alpha)) for alpha in ALPHAS)] for name in (*PAPER, NORMED)]
     there: list[list[Any]] = [[f"{name} (paper)", *row] for name, row in PAPER.items()]
     sizes = [
-        [label, series["parameters"][name][AT][0], spread(scores[name][AT]), printed]
+        [label, series["parameters"][name][HIGH][0], spread(scores[name][HIGH]), printed]
         for label, name, printed in (("deep OptEq, alpha 0.8, no R", "no R", PAPER["no R"][3]), (DNN, DNN, PAPER_DNN))
     ]
     return {
@@ -133,7 +127,7 @@ def norm_table(kind: str, what: str, series: Mapping[str, Scores]) -> dict[str, 
     columns = ["lambda", what, "standard error", "paper", "accuracy in %", "paper's"]
     found = {"0": ("no R", (None, None)), **{weight: (f"{kind} {weight}", printed) for weight, printed in PENALISED[kind].items()}}
     lines = [
-        [weight, *mean_error(series[kind][name][AT]), printed[0], spread(series["accuracy"][name][AT]), printed[1]]
+        [weight, *mean_error(series[kind][name][HIGH]), printed[0], spread(series["accuracy"][name][HIGH]), printed[1]]
         for weight, (name, printed) in found.items()
     ]
     return table(columns, lines)
@@ -149,32 +143,26 @@ def judge(series: Mapping[str, Scores]) -> dict[str, Measured]:
     alphas = [(plain[high], plain[low]) for high, low in product(ALPHAS[2:], ALPHAS[:2])]
     return {
         "alpha": {"the least of the six gains": clear_gain(*alphas)},
-        "dnn": {"gain": clear_gain((plain[AT], scores[DNN][AT]))},
+        "dnn": {"gain": clear_gain((plain[HIGH], scores[DNN][HIGH]))},
         "dagger": {"gain": clear_gain((dagger[LOW], plain[LOW]))},
         "star": {"gain": clear_gain((star[LOW], plain[LOW]))},
         "high_alpha": {
-            "change at 0.8 over that at 0.01, the larger": at_most([relative(row, plain) for row in (dagger, star)], 1.0)
+            "change at 0.8 over that at 0.01, the larger": at_most([relative(scores, name) for name in list(PAPER)[1:]], 1.0)
         },
         **{f"{kind}_norm": {"the least of the falls": clear_gain(*falls(kind, series[kind]))} for kind in LAMBDAS},
         **{f"{kind}_accuracy": {"the lesser gain": clear_gain(*middle(kind, scores))} for kind in LAMBDAS},
     }
 
 
-def relative(row: Mapping[str, list[float | None]], plain: Mapping[str, list[float | None]]) -> float:
-    """|change of the accuracy at alpha = 0.8| / |change at alpha = 0.01|."""
-    low, high = (abs(gain(row[alpha], plain[alpha])[0]) for alpha in (LOW, AT))
-    return high / low if low else float("nan")
-
-
 def falls(kind: str, norms: Scores) -> list[tuple[list[float | None], list[float | None]]]:
     """The norms at each lambda and at the next larger one."""
-    return [(norms[small][AT], norms[large][AT]) for small, large in pairwise(names(kind))]
+    return [(norms[small][HIGH], norms[large][HIGH]) for small, large in pairwise(names(kind))]
 
 
 def middle(kind: str, scores: Scores) -> list[tuple[list[float | None], list[float | None]]]:
     """The accuracies at the middle lambda, and at each of the others."""
     small, best, large = names(kind)
-    return [(scores[best][AT], scores[small][AT]), (scores[best][AT], scores[large][AT])]
+    return [(scores[best][HIGH], scores[small][HIGH]), (scores[best][HIGH], scores[large][HIGH])]
 
 
 # --- the figure -----------------------------------------------------------------------------------------------------------------
@@ -189,7 +177,7 @@ def figure(result: Result) -> "Figure":
         for colour, kind, label in zip(COLOURS[4:], LAMBDAS, (r"$R = \lambda|z|_1$", r"$R = \lambda|z|^2$"), strict=False):
             weights = [float(weight) for weight in PENALISED[kind]]
             for axes, scores in ((middle, series[kind]), (right, series["accuracy"])):
-                means, errors = np.array([mean_error(scores[name][AT]) for name in names(kind)]).T
+                means, errors = np.array([mean_error(scores[name][HIGH]) for name in names(kind)]).T
                 axes.errorbar(weights, means, np.nan_to_num(errors), fmt="o-", markersize=3, linewidth=1, color=colour, label=label)
         middle.set(xlabel=r"$\lambda$", xscale="log", yscale="log")
         middle.tick_params(axis="y", which="minor", labelleft=False)
@@ -210,7 +198,7 @@ def draw_alphas(axes: "Axes", scores: Scores) -> None:
         means, errors = np.array([mean_error(scores[name][alpha]) for alpha in there]).T
         places = [ALPHAS.index(alpha) for alpha in there]
         axes.errorbar(places, means, np.nan_to_num(errors), fmt="o-", markersize=3, linewidth=1, color=colour, label=name)
-    axes.axhline(mean_error(scores[DNN][AT])[0], color="black", linestyle="--", linewidth=0.8, label="DNN")
+    axes.axhline(mean_error(scores[DNN][HIGH])[0], color="black", linestyle="--", linewidth=0.8, label="DNN")
     axes.set(xlabel=r"$\alpha$", xticks=range(len(ALPHAS)), xticklabels=ALPHAS)
     axes.set_title("accuracy, %", loc="left")
 

@@ -3,13 +3,14 @@
 The model and the two ways in which a regulariser R enters, dagger and star, are in `_alphas`; Table 3 has some of the same
 trainings, and what one of the two experiments has trained, the other finds. `PAPER` has the accuracies that are printed, in %. The
 paper says (Section 7.2) that both ways improve the classification; that star usually improves more; that alpha = 0.01 is far worse
-than alpha > 0.1, and alpha >= 0.4 a safe choice; and that decorrelation and HSIC do better overall than the others. In its numbers
+than alpha > 0.1, and alpha > 0.4 a safe choice; and that decorrelation and HSIC do better overall than the others. In its numbers
 R helps by 6 to 17 points at alpha = 0.01 and by less than 1 at alpha = 0.8.
 
 Run `python -m opteq.experiments.opteq_table5 --preset small --data-dir DATA`. `small` trains on 4,000 images of CIFAR-10 for one
 epoch of 100 steps, with maps of 4 x 4 pixels in the place of 16 x 16 (so the accuracies are far below those printed: only their
 order can be compared), each regulariser at alpha = 0.01 and 0.8 only, three seeds. Effects are differences between trainings of
-the same seed, and count only if they exceed two standard errors.
+the same seed, and count only if they exceed two standard errors. What is said of star needs all five alphas: in the paper's own
+numbers star is better by 0.1 points over all of them, and worse by 1.3 at 0.01 and 0.8.
 """
 
 from collections.abc import Sequence
@@ -20,19 +21,21 @@ import numpy as np
 
 from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.experiments._alphas import (
+    HIGH,
+    LOW,
+    NOTES,
     PRESETS,
     ROWS,
     Config,
     Scores,
     by_seed,
-    clear_gain,
-    gain,
     pooled,
+    relative,
     spread,
     trained,
     with_error,
 )
-from opteq.experiments._claims import Measured, at_most, judged
+from opteq.experiments._claims import Measured, at_most, clear_gain, gain, judged
 from opteq.experiments._harness import Options, Result, command, gather, table
 
 if TYPE_CHECKING:
@@ -52,7 +55,6 @@ PAPER = {
     "HSIC, star": (72.2, 64.5, 85.5, 87.5, 87.9),
 }  # accuracy in %, at each of ALPHAS
 ALPHAS = (0.01, 0.1, 0.4, 0.8, 1.0)
-LOW, HIGH = "0.01", "0.8"  # the alphas at which each regulariser is trained
 REGULARISED = tuple(PAPER)[1:]
 
 
@@ -69,11 +71,6 @@ CLAIMS = {
     "star": "Of the same R, star is more accurate than dagger, on the whole of incay, decorrelation and HSIC.",
     "disentangling": "Decorrelation and HSIC are more accurate than L2 and incay, on the whole.",
 }
-NOTES = (
-    "Gains are differences between trainings of the same seed, in standard errors of their mean: they must reach 2.",
-    "Trainings that Table 3 has, too, are the same ones.",
-    "No norm stands around the equilibrium, as in the paper\'s equations; first trials with batch norms showed no effect of alpha.",
-)
 
 
 def run(options: Options) -> Result:
@@ -118,12 +115,11 @@ def printed_gain(name: str, alpha: str) -> str:
 # --- the claims -----------------------------------------------------------------------------------------------------------------
 
 
-def judge(scores: Scores) -> dict[str, Measured]:
+def judge(scores: Scores) -> dict[str, Measured | str]:
     """What was measured for each claim."""
     plain = scores["no R"]
     alphas = [(plain[high], plain[low]) for high, low in product(("0.4", "0.8", "1"), ("0.01", "0.1"))]
     safe = [(scores[name][HIGH], scores[name][LOW]) for name in REGULARISED]
-    stars, daggers = ([f"{kind}, {form}" for kind in ("incay", "decorrelation", "HSIC")] for form in ("star", "dagger"))
     return {
         "alpha": {"the least of the six gains": clear_gain(*alphas)},
         **{claim_of(name): {"gain": clear_gain((scores[name][LOW], plain[LOW]))} for name in REGULARISED},
@@ -131,20 +127,22 @@ def judge(scores: Scores) -> dict[str, Measured]:
             "change at 0.8 over that at 0.01, the largest": at_most([relative(scores, name) for name in REGULARISED], 1.0)
         },
         "safe": {"the least of the gains": clear_gain(*safe)},
-        "star": {"gain": clear_gain((both(scores, stars), both(scores, daggers)))},
-        "disentangling": {"gain": clear_gain((both(scores, REGULARISED[3:]), both(scores, REGULARISED[:3])))},
+        "star": star(scores),
+        "disentangling": {"gain": clear_gain((overall(scores, REGULARISED[3:]), overall(scores, REGULARISED[:3])))},
     }
 
 
-def relative(scores: Scores, name: str) -> float:
-    """|change of the accuracy at alpha = 0.8| / |change at alpha = 0.01|."""
-    low, high = (abs(gain(scores[name][alpha], scores["no R"][alpha])[0]) for alpha in (LOW, HIGH))
-    return high / low if low else float("nan")
+def star(scores: Scores) -> Measured | str:
+    """The gain of star over dagger, if there are all the alphas over which the paper has one."""
+    stars, daggers = ([f"{kind}, {form}" for kind in ("incay", "decorrelation", "HSIC")] for form in ("star", "dagger"))
+    if any(len(scores[name]) < len(ALPHAS) for name in (*stars, *daggers)):
+        return "The paper's own numbers show it over all five alphas (by 0.1 points), but at 0.01 and 0.8 the opposite (by 1.3)."
+    return {"gain": clear_gain((overall(scores, stars), overall(scores, daggers)))}
 
 
-def both(scores: Scores, rows: Sequence[str]) -> list[float | None]:
-    """The mean of the rows at both alphas, seed by seed."""
-    return pooled(scores, rows, (LOW, HIGH))
+def overall(scores: Scores, rows: Sequence[str]) -> list[float | None]:
+    """The mean of the rows over the alphas that they were trained with, seed by seed."""
+    return pooled(scores, rows, list(scores[rows[0]]))
 
 
 # --- the figure -----------------------------------------------------------------------------------------------------------------

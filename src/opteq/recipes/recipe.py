@@ -171,11 +171,14 @@ def run(
     *,
     resume: bool = False,
     callbacks: Sequence[Callback | Callable[[int], Any]] = (),
+    state: bool = True,
     verbose: bool = True,
 ) -> Result:
     """Train what the recipe says in a run folder, or go on with the run in it; then add what the model is to the folder.
 
     A recipe to resume must be that of the run, but for the folder of the data and settings that do not change the result.
+    `state=False` leaves out the problem that the equilibrium solves: upper bounds of norms belong to it, and take minutes where
+    there are hundreds of channels. `write_statement` adds it later.
     """
     about = recipe.to_json()
     if resume:
@@ -192,7 +195,7 @@ def run(
         callbacks=callbacks, verbose=verbose,
     )  # fmt: skip
     if World.here(torch.device("cpu")).first:
-        _describe(model, dataset, Path(folder))
+        _describe(model, dataset, Path(folder), state=state)
     return result
 
 
@@ -205,13 +208,14 @@ def _changes(*configs: dict[str, Any]) -> Iterator[str]:
     return formats.differences(old, new)
 
 
-def _describe(model: nn.Module, dataset: Dataset, folder: Path) -> None:
-    """Write the score on the test data, where it is not the validation's, and the problem that the equilibrium solves."""
+def _describe(model: nn.Module, dataset: Dataset, folder: Path, *, state: bool) -> None:
+    """Write the score on the test data, where it is not the validation's, and `state` the problem that the equilibrium solves."""
     if dataset.valid is not None:
         scores = evaluate(model, *dataset.test, objective=Objective(ignore=dataset.ignore))
         with Run.open(folder) as run:
             run.write("result.json", run.read_json("result.json") | {f"test_{name}": value for name, value in scores.items()})
-    write_statement(model, folder)
+    if state:
+        write_statement(model, folder)
 
 
 def write_statement(model: nn.Module, folder: str | Path) -> None:
