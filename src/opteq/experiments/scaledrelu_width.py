@@ -1,46 +1,33 @@
 """Figures 1 and 4 of "Gradient descent optimizes infinite-depth ReLU implicit networks with linear widths": the width m.
 
 The network is y = b'z, z = relu(gamma z A + relu(x W)), with gamma = 0.1, trained by gradient descent on |y^ - y|^2 / 2 with the
-step 1e-3 = 1/N, from A = I, b = 0 and W ~ N(0, 1/m) (`Readout` calls the paper's b `a`). The data: 500 + 500 images of the classes
-0 and 1 for training, as many for testing, grey, 28 x 28 pixels, of norm 1. The paper says (Section 7.1) that as m grows the
-training loss falls faster and the test loss ends lower, and that gamma ||A(k)|| stays approximately gamma. It prints no numbers;
-the widths are not in its text, nor how near is near (here: within half of gamma), nor which numbers stand for the classes. Here
-they are 0 and 1: with -1 and 1, twice as far apart, the step 1e-3 is too large for CIFAR-10 and SVHN: the loss goes up and down.
+step 1e-3 = 1/N, from A = I, b = 0 and W ~ N(0, 1/m). The data: 500 + 500 images of the classes 0 and 1 for training, as many for
+testing, grey, 28 x 28 pixels, of norm 1. The paper says (Section 7.1) that as m grows the training loss falls faster and the test
+loss ends lower, and that gamma ||A(k)|| stays approximately gamma. It prints no numbers; the widths are not in its text, nor how
+near is near (here: within half of gamma), nor which numbers stand for the classes. Here they are 0 and 1: with -1 and 1, twice as
+far apart, the step 1e-3 is too large for CIFAR-10 and SVHN: the loss goes up and down.
 
-Run `python -m opteq.experiments.scaledrelu_width --preset small --data-dir DATA`. Each data set at each width is one cell of a
-grid. `small` takes MNIST and those of the other data sets that are found; `paper` wants all four.
+Run `python -m opteq.experiments.scaledrelu_width --preset small --data-dir DATA`. Each data set at each width with each seed, which
+draws the samples and W, is one cell of a grid. `small` has all of the paper's sizes; it takes MNIST and those of the other data
+sets that are found, a subset of a data set will do, and one seed more than one shows how far the losses are chance. `paper` wants
+all four, complete, and has one width more.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-import opteq
-from opteq import Stop, data
-from opteq.cells import ScaledReLU
-from opteq.experiments._harness import (
-    COLOURS,
-    STYLE,
-    Measured,
-    Options,
-    Result,
-    Series,
-    at_least,
-    at_most,
-    claim,
-    command,
-    grid,
-)
-from opteq.grids import Outcome
-from opteq.models import Readout
+from opteq.diagnostics.drawing import COLOURS, new_figure
+from opteq.experiments._claims import Measured, at_least, at_most, column, judged, ratios
+from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
+from opteq.experiments._scaledrelu import draw_row, end, settings, shown, train
 
-__all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "main", "run", "train"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "main", "run"]
 
 ABOUT = (__doc__ or "").split("\n")[0]
 CLAIMS = {
@@ -58,7 +45,8 @@ class Config:
     data: tuple[str, ...] = ("mnist", "fashion-mnist", "cifar10", "svhn")
     required: int = 1
     widths: tuple[int, ...] = (10, 100, 1000)
-    samples: int = 1000  # for training, and as many for testing
+    seeds: int = 3
+    samples: int = 1000  # for training
     tests: int = 1000
     targets: tuple[float, float] = (0.0, 1.0)
     gamma: float = 0.1
@@ -69,162 +57,91 @@ class Config:
 
 
 PRESETS = {
-    "smoke": Config(("digits",), widths=(2, 8, 64), samples=200, tests=60, steps=40),
+    "smoke": Config(("digits",), widths=(2, 8, 64), seeds=2, samples=200, tests=60, steps=40),
     "small": Config(),
     "paper": Config(required=4, widths=(100, 300, 1000, 3000), verify=True),
 }
 
-# --- one cell -------------------------------------------------------------------------------------------------------------------
-
-
-def train(settings: dict[str, Any]) -> dict[str, Any]:
-    """Training loss, test loss and gamma ||A|| of one network on one data set, after k = 0, every, 2 every, ..., steps steps."""
-    whole = data.load(settings["data"], settings["root"], verify=settings["verify"])
-    (x, y), held_out = data.theory_split(
-        whole,
-        train=settings["samples"],
-        test=settings["tests"],
-        targets=tuple(settings["targets"]),
-        seed=settings["seed"],
-        dtype=torch.float32,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(settings["seed"])
-        cell = ScaledReLU(x.shape[1], settings["width"], gamma=settings["gamma"])
-        model = Readout(cell, stop=Stop(rtol=1e-6, atol=1e-6), on_failure="raise")
-    descent = torch.optim.SGD(model.parameters(), lr=settings["step"])
-    curves: dict[str, list[float]] = {"k": [], "train": [], "test": [], "norm": []}
-    z = None
-    for k in range(settings["steps"] + 1):
-        solution = model.solve(x, z)
-        loss = half_square(solution.z @ model.a - y)
-        if k % settings["every"] == 0 or k == settings["steps"]:
-            for name, value in zip(curves, (k, loss.item(), test_loss(model, *held_out), norm(cell)), strict=True):
-                curves[name].append(value)
-        z = solution.z.detach()  # the next equilibrium is near
-        descent.zero_grad()
-        loss.backward()
-        descent.step()
-    return curves
-
-
-def half_square(error: Tensor) -> Tensor:
-    """|y^ - y|^2 / 2."""
-    return error.square().sum() / 2
-
-
-@torch.no_grad()
-def test_loss(model: Readout, x: Tensor, y: Tensor) -> float:
-    """|y^ - y|^2 / 2 on data that were held out."""
-    return half_square(model(x) - y).item()
-
-
-@torch.no_grad()
-def norm(cell: ScaledReLU) -> float:
-    """gamma ||A||_2."""
-    return cell.gamma * float(torch.linalg.matrix_norm(cell.A, 2))
-
-
-# --- the grid and its claims ----------------------------------------------------------------------------------------------------
-
 
 def run(options: Options) -> Result:
-    """What was measured for each claim, and whether it shows the claim; and the curves of every data set and width."""
+    """What was measured for each claim, and the curves of every data set, width and seed."""
     config = PRESETS[options.preset]
-    chosen = found(config, options.data_dir)
+    chosen = found(config.data, config.required, options.data_dir)
+    seeds = range(options.seed, options.seed + config.seeds)
     cells = {
-        f"{name}-m{width}-seed{options.seed}": settings(config, name, width, options) for name in chosen for width in config.widths
+        f"{name}-m{width}-seed{seed}": settings(
+            config, options, data=name, width=width, gamma=config.gamma, step=config.step, seed=seed
+        )
+        for name in chosen
+        for width in config.widths
+        for seed in seeds
     }
-    outcomes = grid(train, cells, options.out / "scaledrelu_width" / options.preset, options)
-    series = collect(config, chosen, list(outcomes.values()))
-    return {
-        "experiment": "scaledrelu_width",
-        "preset": options.preset,
-        "config": asdict(config),
-        "seed": options.seed,
-        "versions": {"opteq": opteq.__version__, "torch": torch.__version__},
-        "not_found": [name for name in config.data if name not in chosen],
-        "failed": {outcome.name: outcome.error for outcome in outcomes.values() if outcome.error},
-        "cell_seconds": {outcome.name: outcome.seconds for outcome in outcomes.values()},
-        "claims": {name: claim(text, judge(name, config, series)) for name, text in CLAIMS.items()},
-        "series": series,
-    }
+    outcomes = grid("scaledrelu_width", train, cells, options)
+    results = iter([outcome.result for outcome in outcomes.values()])
+    series = {name: {f"m = {width}": [curves(next(results)) for _ in seeds] for width in config.widths} for name in chosen}
+    missing = [name for name in config.data if name not in chosen]
+    return gather(
+        "scaledrelu_width",
+        options,
+        judged(CLAIMS, {name: judge(name, config, series) for name in CLAIMS}),
+        outcomes=outcomes,
+        tables={f"Losses |y^ - y|^2 / 2 at the end, mean and standard error of {config.seeds} seeds": losses(config, series)},
+        series=series,
+        notes=[f"Data sets that were not found: {', '.join(missing)}."] if missing else [],
+    )
 
 
-def found(config: Config, root: Path | None) -> list[str]:
-    """The data sets that are there; a required one that is not is the error of `load`, which says what to put where."""
-    there = {one.name for one in data.describe(root) if one.found}
-    for name in config.data[: config.required]:
-        if name not in there:
-            data.load(name, root)
-    return [name for name in config.data if name in there]
+def curves(result: Mapping[str, Any] | None) -> Any:
+    """The curves of a cell; None if it failed, or stopped before its end because no equilibrium was found."""
+    return None if result is None or result["stopped"] is not None else result["curves"]
 
 
-def settings(config: Config, name: str, width: int, options: Options) -> dict[str, Any]:
-    """What `train` must know."""
-    shared = ("samples", "tests", "targets", "gamma", "step", "steps", "every", "verify")
-    root = None if options.data_dir is None else str(options.data_dir.absolute())  # a worker may be in another folder
-    return {"data": name, "root": root, "width": width, "seed": options.seed, **{key: getattr(config, key) for key in shared}}
-
-
-def collect(config: Config, chosen: Sequence[str], outcomes: Sequence[Outcome]) -> Series:
-    """The curves by data set and width; None for a cell that failed."""
-    rows = iter(outcomes)
-    return {name: {f"m = {width}": next(rows).result for width in config.widths} for name in chosen}
+def final(seeds: Sequence[Any], name: str) -> list[float]:
+    """The end of a curve for each seed."""
+    return [end(column(one, name)) for one in seeds]
 
 
 def judge(name: str, config: Config, series: Series) -> Measured:
     """What one claim says of each data set; a cell that failed shows nothing."""
     measured: Measured = {}
     for dataset, by_width in series.items():
-        curves = list(by_width.values())
         if name == "norm":
-            norms = [value / config.gamma for curve in curves for value in column(curve, "norm")]
+            norms = [value / config.gamma for seeds in by_width.values() for one in seeds for value in column(one, "norm")]
             measured[f"{dataset}: largest gamma ||A|| / gamma"] = at_most(norms, 1 + NEAR)
             measured[f"{dataset}: least gamma ||A|| / gamma"] = at_least(norms, 1 - NEAR)
         else:
-            ends = [end(column(curve, "train" if name == "training_loss" else "test")) for curve in curves]
-            ratios = [wide / narrow for narrow, wide in pairwise(ends)]
-            measured[f"{dataset}: loss at the end over that of the next narrower network, the largest"] = at_most(ratios, 1.0)
+            key = "train" if name == "training_loss" else "test"
+            means = [float(np.mean(final(seeds, key))) for seeds in by_width.values()]
+            text = f"{dataset}: mean loss at the end over that of the next narrower network, the largest"
+            measured[text] = at_most(ratios(means), 1.0)
     return measured
 
 
-def column(curve: dict[str, list[float]] | None, name: str) -> list[float]:
-    """A curve as numbers; NaN for what is missing."""
-    values = [None] if curve is None else curve[name]
-    return [float("nan") if value is None else value for value in values]
+def losses(config: Config, series: Series) -> dict[str, Any]:
+    """The table: the losses of each data set and width, and how far gamma ||A|| went."""
+    rows = [
+        [
+            dataset,
+            label,
+            shown(final(seeds, "train")),
+            shown(final(seeds, "test")),
+            shown([x / config.gamma for x in final(seeds, "norm")]),
+        ]
+        for dataset, by_width in series.items()
+        for label, seeds in by_width.items()
+    ]
+    return table(["data", "width", "training loss", "test loss", "||A|| at the end"], rows)
 
 
-def end(losses: Sequence[float]) -> float:
-    """The median of the last tenth: near the largest stable step a single loss may be one of those that go up."""
-    return float(np.median(losses[-max(1, len(losses) // 10) :]))
-
-
-# --- the figure -----------------------------------------------------------------------------------------------------------------
-
-
-def figure(result: Result, path: str | Path) -> None:
+def figure(result: Result) -> "Figure":
     """Training loss, test loss and gamma ||A|| against the step: a row for each data set, a colour for each width."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    series, path = result["series"], Path(path)
-    titles = {"train": "training loss", "test": "test loss", "norm": r"$\gamma\,\|A(k)\|$"}
-    with matplotlib.rc_context(STYLE):
-        page = Figure(figsize=(6.5, 1.9 * len(series) + 0.5), layout="constrained")
-        FigureCanvasAgg(page)
+    series = result["series"]
+    with new_figure((6.3, 1.9 * len(series) + 0.5)) as page:
         panels = page.subplots(len(series), 3, squeeze=False)
         for row, (dataset, by_width) in zip(panels, series.items(), strict=True):
-            for axes, (name, title) in zip(row, titles.items(), strict=True):
-                for colour, (label, curve) in zip(COLOURS, by_width.items(), strict=False):
-                    axes.plot((curve or {"k": []})["k"], column(curve, name) if curve else [], color=colour, label=f"${label}$")
-                axes.set(xlabel="step $k$", yscale="linear" if name == "norm" else "log")
-                axes.set_title(f"{dataset}: {title}", loc="left")
-                axes.grid(visible=True)
+            draw_row(row, dataset, {f"${label}$": seeds for label, seeds in by_width.items()})
         page.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        page.savefig(path, dpi=250, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
