@@ -566,6 +566,10 @@ def test_the_message_explains_a_tolerance_met_without_a_falling_residual() -> No
 def test_f_that_changes_its_input_is_refused(solver: Solver) -> None:
     with pytest.raises(ValueError, match="must not change its input z in place"):
         solve(lambda z: z.mul_(0.5).add_(1), torch.zeros(2, 3), solver, Stop())
+    with pytest.raises(ValueError, match="must not change its input z in place"):  # though 0 stays 0
+        solve(lambda z: 0.4 * z.relu_() - 1, torch.zeros(2, 3), solver, Stop())
+    with torch.inference_mode(), pytest.raises(ValueError, match="must not change its input z in place"):
+        solve(lambda z: z.mul_(0.5).add_(1), torch.zeros(2, 3), solver, Stop())
 
 
 @pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.5), Anderson(), Broyden()], ids=str)

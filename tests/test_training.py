@@ -435,6 +435,25 @@ def test_images_are_shrunk_in_equal_parts_of_the_training_and_whole_in_the_valid
     assert torch.allclose(flat(torch.full((1, 1, 3, 4), 0.5)), whole(torch.full((1, 1, 6, 9), 0.5)))
 
 
+def test_a_training_with_sizes_resumes(tmp_path):
+    class StopError(Exception):
+        pass
+
+    def stop(step):
+        if step == 3:
+            raise StopError
+
+    x, y = torch.rand(20, 1, 6, 9), torch.arange(20) % 2
+    config, models = replace(SGD, sizes=(2, 4, 8), epochs=3, checkpoint_every=1), [Sides(), Sides()]
+    models[1].load_state_dict(models[0].state_dict())
+    fit(models[0], (x, y), None, config, verbose=False)
+    with pytest.raises(StopError):
+        fit(models[1], (x, y), None, config, folder=tmp_path / "run", callbacks=[stop], verbose=False)
+    fit(models[1], (x, y), None, config, folder=tmp_path / "run", resume=True, verbose=False)
+    assert models[1].seen[-3:] == [(4, 6)] + [(6, 9)] * 2
+    assert torch.equal(models[0].linear.weight, models[1].linear.weight)
+
+
 def test_sizes_are_for_images_with_one_label():
     x, y = torch.rand(20, 1, 6, 6), torch.zeros(20, 6, 6, dtype=torch.int64)
     for wrong in ((x, y), (x.flatten(1), y[:, 0, 0])):
@@ -962,7 +981,8 @@ def test_every_setting_is_checked_by_name(name, value):
 
 
 def test_every_setting_has_a_type_that_json_knows():
-    assert all(isinstance(getattr(TrainConfig(), field.name), (int, float, str, bool, type(None))) for field in fields(TrainConfig))
+    known = (int, float, str, bool, type(None), tuple)  # a tuple becomes a list
+    assert all(isinstance(getattr(TrainConfig(), field.name), known) for field in fields(TrainConfig))
 
 
 # ---------------------------------------------------------------- run folders

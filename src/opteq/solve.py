@@ -334,16 +334,21 @@ def relative(size: Tensor, scale: Tensor) -> Tensor:
 
 def first_value(fn: Map, z0: Tensor) -> Tensor:
     """f(z0), checked: f must keep the shape, dtype and device of its state, and leave the state itself alone."""
-    before = z0.clone()
+    before, version = z0.clone(), _version(z0)
     fz = fn(z0)
     check_tensor(fz)
-    if not is_transformed(fz) and not torch.equal(before, z0) and not torch.equal(before.nan_to_num(), z0.nan_to_num()):
+    if not is_transformed(fz) and (_version(z0) != version or not torch.equal(before.nan_to_num(), z0.nan_to_num())):
         raise ValueError("The map f must not change its input z in place. (In-place layers such as ReLU(inplace=True) do.)")
     for name in ("shape", "dtype", "device"):
         got, expected = getattr(fz, name), getattr(z0, name)
         if got != expected:
             raise ValueError(f"The map f must return a tensor of the {name} of its state, {expected}. Got {got} instead.")
     return fz
+
+
+def _version(z: Tensor) -> int:
+    """How often z was written to (a ReLU in place does not change z0 = 0); 0 for tensors that do not know."""
+    return 0 if is_transformed(z) or z.is_inference() else z._version
 
 
 def check_tensor(value: object) -> None:
