@@ -555,6 +555,22 @@ def test_f_that_returns_a_tuple_or_writes_to_z_is_refused():
         Equilibrium(FunctionCell(lambda z, x: z.mul_(0.5).add_(x), (3,)))(torch.ones(2, 3))
 
 
+def test_a_cell_that_is_not_complete_says_what_is_missing():
+    class Shapeless(FunctionCell):
+        def __init__(self):
+            super().__init__(lambda z, x: 0.5 * z + x, (3,))
+            del self.state_shape
+
+    class Tuple(FunctionCell):
+        def bind(self, x):
+            return (x, x)
+
+    with pytest.raises(TypeError, match=r"^Shapeless must set state_shape, .* or override initial\.$"):
+        Equilibrium(Shapeless())(torch.ones(2, 3))
+    with pytest.raises(TypeError, match=r"^Tuple\.bind must return a Map; .* Got tuple instead\.$"):
+        Equilibrium(Tuple(lambda z, x: z, (3,)))(torch.ones(2, 3))
+
+
 def test_a_single_precision_layer_under_a_double_default():
     layer, x = Equilibrium(OptEq(3, 4, 5)), torch.randn(2, 3)
     torch.set_default_dtype(torch.float64)

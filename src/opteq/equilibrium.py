@@ -44,6 +44,8 @@ class Cell(nn.Module, ABC):
 
     def initial(self, x: Tensor) -> Tensor:
         """z0: zeros of shape [batch, *state_shape] in the promoted dtype of x and the parameters."""
+        if getattr(self, "state_shape", None) is None:
+            raise TypeError(f"{type(self).__name__} must set state_shape, the shape of the z of one sample, or override initial.")
         return torch.zeros(x.shape[0], *self.state_shape, dtype=self.promoted(x), device=x.device)
 
     def promoted(self, x: Tensor) -> torch.dtype:
@@ -192,7 +194,11 @@ class Equilibrium(nn.Module):
         start = self._start(x, z0)
         if not all_finite(underlying(x)):
             x, start = _set_aside(x, start)
-        fn = self.cell.bind(x).to(start.dtype)
+        fn: object = self.cell.bind(x)
+        if not isinstance(fn, Map):
+            owner, got = type(self.cell).__name__, type(fn).__name__
+            raise TypeError(f"{owner}.bind must return a Map; FunctionCell makes one of any function. Got {got} instead.")
+        fn = fn.to(start.dtype)
         with _refusing_layers(self.cell):
             return self.gradient.attach(fn, start, self.solver, self.stop, _Policy(self, _observers.get(), self.on_failure))
 
