@@ -31,7 +31,7 @@ from opteq.experiments._scaledrelu import draw_row, end, settings, train
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "main", "run"]
+__all__ = ["ABOUT", "CLAIMS", "PRESETS", "WHY", "Config", "figure", "main", "run"]
 
 ABOUT = (__doc__ or "").split("\n")[0]
 CLAIMS = {
@@ -40,6 +40,12 @@ CLAIMS = {
     "norm": "With the step 1e-2 gamma ||A|| rises to a larger value than with the smaller steps.",
     "bounded": "With the steps 1e-3 and 1e-4 the training loss never comes back to what it was at the start, as with 1e-2 it does.",
     "small": "With the steps 1e-3 and 1e-4 the training loss falls in every step.",
+}
+
+WHY = {
+    "small": "It does with 1e-4 on all data sets, and with 1e-3 on MNIST. With 1e-3 on the others the loss falls on the whole, but "
+    "single steps raise it. The tangent kernel grows in training: eta times its largest eigenvalue, 0.4 and 0.5 at the start, "
+    "passes 2, the limit of stability, after about 270 steps on Fashion-MNIST, and between 40 and 80 on CIFAR-10.",
 }
 
 

@@ -8,9 +8,8 @@ near is near (here: within half of gamma), nor which numbers stand for the class
 far apart, the step 1e-3 is too large for CIFAR-10 and SVHN: the loss goes up and down.
 
 Run `python -m opteq.experiments.scaledrelu_width --preset small --data-dir DATA`. Each data set at each width with each seed, which
-draws the samples and W, is one cell of a grid. `small` has all of the paper's sizes; it takes MNIST and those of the other data
-sets that are found, a subset of a data set will do, and one seed more than one shows how far the losses are chance. `paper` wants
-all four, complete, and has one width more.
+draws the samples and W, is one cell of a grid. `small` takes MNIST and those of the other data sets that are found; a subset of
+a data set will do. `paper` wants all four, complete, and has one width more.
 """
 
 from collections.abc import Mapping, Sequence
