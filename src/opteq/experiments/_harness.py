@@ -131,9 +131,9 @@ def rounded(value: Any) -> Any:
 
 
 def as_json(result: Result) -> str:
-    """Indented, but with each list of numbers in one line."""
+    """Indented, but with each list of numbers, or of such lists, in one line."""
     text = json.dumps(rounded(result), indent=1, allow_nan=False)
-    return re.sub(r"\[[^][{}\"]*\]", lambda match: " ".join(match[0].split()), text) + "\n"
+    return re.sub(r"\[(?:[^][{}\"]|\[[^][{}\"]*\])*\]", lambda match: " ".join(match[0].split()), text) + "\n"
 
 
 # --- data and grids -------------------------------------------------------------------------------------------------------------
