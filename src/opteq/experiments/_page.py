@@ -31,6 +31,9 @@ with the same settings: delete its folder in `results/` after a change of the co
 """
 
 
+_MARKS = re.compile(r"([|*_\[\]\\])")
+
+
 def write_page(results: Path, docs: Path) -> Path:
     """Write docs/reproduction.md and its figures, docs/figures/NAME.png, from results/NAME.json."""
     for name in names():
@@ -118,7 +121,7 @@ def cell(value: Any) -> str:
 def escaped(text: str) -> str:
     """Text in which Markdown sees no marks, but for code between backticks."""
     parts = text.split("`")
-    return "`".join(part if i % 2 else re.sub(r"([|*_<\[\]\\])", r"\\\1", part) for i, part in enumerate(parts))
+    return "`".join(part if i % 2 else _MARKS.sub(r"\\\1", part).replace("<", "&lt;") for i, part in enumerate(parts))
 
 
 def number(value: float | None) -> str:
