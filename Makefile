@@ -15,8 +15,8 @@ demo: .venv/.installed  ## Run the demonstration.
 
 test: lint types unit  ## Run every check but those in a browser: style, imports, types, tests.
 
-# One thread a worker: the two pytest workers then share two cores without fighting for them. With -j, they come after the rest.
-unit: .venv/.installed | lint types $(filter test-browser,$(MAKECMDGOALS))
+# One thread a worker: the two pytest workers then share two cores without fighting for them.
+unit: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-browser: .venv/.browser .venv/.installed  ## Open reports in Chromium, which is installed where it is missing.
