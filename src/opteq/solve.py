@@ -337,7 +337,7 @@ def first_value(fn: Map, z0: Tensor) -> Tensor:
     before, version = z0.clone(), _version(z0)
     fz = fn(z0)
     check_tensor(fz)
-    if not is_transformed(fz) and (_version(z0) != version or not torch.equal(before.nan_to_num(), z0.nan_to_num())):
+    if not is_transformed(fz) and (_version(z0) != version or not _equal(before, z0)):
         raise ValueError("The map f must not change its input z in place. (In-place layers such as ReLU(inplace=True) do.)")
     for name in ("shape", "dtype", "device"):
         got, expected = getattr(fz, name), getattr(z0, name)
@@ -349,6 +349,11 @@ def first_value(fn: Map, z0: Tensor) -> Tensor:
 def _version(z: Tensor) -> int:
     """How often z was written to (a ReLU in place does not change z0 = 0); 0 for tensors that do not know."""
     return 0 if is_transformed(z) or z.is_inference() else z._version
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether all entries are the same; NaN is NaN."""
+    return torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num())  # the first needs no memory
 
 
 def check_tensor(value: object) -> None:

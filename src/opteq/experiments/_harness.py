@@ -192,19 +192,19 @@ def run(name: str, options: Options) -> int:
         raise ValueError(
             invalid("run", "out", f"another folder: {path} has the result of the larger preset {known.preset}", options.out)
         )
-    found = experiment.run(options)
-    computed = sum(found["cell_seconds"].values())  # cells that were found finished count with the time that they took
-    found["seconds"] = round(max(time.perf_counter() - begun, computed), 1)
-    for title, one in found["claims"].items():
+    result = experiment.run(options)
+    computed = sum(result["cell_seconds"].values())  # cells that were found finished count with the time that they took
+    result["seconds"] = round(max(time.perf_counter() - begun, computed), 1)
+    for title, one in result["claims"].items():
         print(f"{title:20}{verdict(one).replace('not shown', 'NOT SHOWN')}")
-    if found["failed"] and known.complete and known.preset == options.preset:
+    if result["failed"] and known.complete and known.preset == options.preset:
         print(f"{path} is left as it is: cells failed.")
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
-    text = as_json(found)
+    text = as_json(result)
     write_atomic(path, text)
     draw(name, text, options.figure or options.out / f"{name}.png")
-    return 1 if any(one["shown"] is False for one in found["claims"].values()) else 0
+    return 1 if any(one["shown"] is False for one in result["claims"].values()) else 0
 
 
 def _rank(preset: str | None) -> int:
