@@ -26,7 +26,7 @@ from opteq.experiments._scaledrelu import draw_row, end, settings, shown, train
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "main", "run"]
+__all__ = ["ABOUT", "CLAIMS", "PRESETS", "WHY", "Config", "figure", "main", "run"]
 
 ABOUT = (__doc__ or "").split("\n")[0]
 CLAIMS = {
@@ -55,6 +55,13 @@ class Config:
     verify: bool = False  # a subset of a data set will do
 
 
+WHY = {
+    "training_loss": "It is so on MNIST, Fashion-MNIST and SVHN. On CIFAR-10 the widths 100 and 1000 end 1% apart, with a standard "
+    "error of 4% over three seeds: they cannot be told apart. m = 10 is worse on all.",
+    "test_loss": "As for the training loss: on CIFAR-10 the widths 100 and 1000 cannot be told apart.",
+    "norm": "On SVHN ||A|| reaches 1.53, just past the 1.5 that is called near here. gamma ||A|| itself stays below 0.16, so that "
+    "the equilibrium exists and is unique throughout on all four data sets.",
+}
 PRESETS = {
     "smoke": Config(("digits",), widths=(2, 8, 64), seeds=2, samples=200, tests=60, steps=40),
     "small": Config(),
