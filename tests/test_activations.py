@@ -126,6 +126,12 @@ def test_derivative_at_kinks(name: str, kinks: list[float], slopes: list[float])
 
 
 @every
+def test_root_is_the_square_root_of_the_derivative(sigma: Activation) -> None:
+    a = spread(-6, 6, 1001)
+    assert_near(sigma.root(a) ** 2, sigma.derivative(a).clamp_min(0), 1e-14)
+
+
+@every
 def test_integral_is_the_area_under_sigma(sigma: Activation) -> None:
     a = [-30.0, -4.0, -1.7, -0.9, -0.3, -1e-3, 0.0, 1e-3, 0.2, 0.5, 1.3, 3.0, 12.0, 30.0]
     breaks = KINKS.get(sigma.name, [0.0])

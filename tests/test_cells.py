@@ -851,6 +851,16 @@ def test_the_default_solver_needs_no_more_steps_than_are_allowed_by_default(seed
     assert Equilibrium(cell, on_failure="ignore").solve(x).status is Status.CONVERGED
 
 
+@pytest.mark.parametrize(("low", "high", "most"), [(0.1, 0.5, 7), (0.8, 0.99, 26), (0.985, 0.99, 10), (0.9, 0.9999, 30)])
+def test_the_default_solver_takes_few_evaluations_on_even_spectra(low, high, most):
+    torch.manual_seed(0)
+    cell, x = OptEq(128, 128, 128), torch.randn(64, 128)
+    left, values, right = torch.linalg.svd(cell.W.detach())
+    cell.W.data = left * torch.linspace(low, high, values.numel()) @ right
+    found = Equilibrium(cell, on_failure="raise").solve(x)
+    assert found.evals <= most
+
+
 @pytest.mark.parametrize("solver", [Newton(), Accelerated()])
 @pytest.mark.parametrize("activation", MONOTONE)
 @pytest.mark.parametrize("scale", [1e30, 1e-30])

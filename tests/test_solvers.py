@@ -179,6 +179,39 @@ def test_verify_anderson_float32_on_100_seeds() -> None:
     assert max(counts) <= 100
 
 
+def random_walks(rates: list[float], n: int = 12) -> tuple[Tensor, Tensor]:
+    """M [batch, n, n], each a rate times a random orthogonal matrix, and b: z = M z + b."""
+    generator = torch.Generator().manual_seed(0)
+    Q = torch.linalg.qr(torch.randn(len(rates), n, n, generator=generator, dtype=torch.float64))[0]
+    return torch.tensor(rates, dtype=torch.float64)[:, None, None] * Q, torch.randn(len(rates), n, generator=generator).double()
+
+
+def moved_by(M: Tensor, b: Tensor) -> CallableMap:
+    return CallableMap(lambda z: (M @ z[:, :, None])[:, :, 0] + b)
+
+
+def test_anderson_takes_plain_steps_while_they_are_fast() -> None:
+    M, b = random_walks([0.1, 0.3, 0.39])
+    stop = Stop(rtol=1e-10)
+    plain, lazy = (solve(moved_by(M, b), torch.zeros_like(b), solver, stop) for solver in (Picard(), Anderson()))
+    assert torch.equal(lazy.z, plain.z)
+    assert lazy.evals == plain.evals
+    eager = solve(moved_by(M, b), torch.zeros_like(b), Anderson(brisk=0.0), stop)
+    assert not torch.equal(eager.z, plain.z)
+
+
+def test_anderson_accelerates_a_slow_sample_as_if_it_were_alone() -> None:
+    M, b = random_walks([0.2, 0.97, 0.3])
+    stop = Stop(rtol=1e-9)
+    among = solve(moved_by(M, b), torch.zeros_like(b), Anderson(memory=12), stop)
+    assert among.status is Status.CONVERGED
+    assert among.steps[1] < 40  # plain steps would take 700
+    for i in range(3):
+        alone = solve(moved_by(M[i : i + 1], b[i : i + 1]), torch.zeros(1, 12, dtype=torch.float64), Anderson(memory=12), stop)
+        assert alone.steps[0] == among.steps[i]
+        torch.testing.assert_close(among.z[i], alone.z[0], rtol=1e-7, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ridge", [None, 0.0, 1e-3])
 @pytest.mark.parametrize("memory", [1, 2, 30])

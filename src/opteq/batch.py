@@ -55,11 +55,14 @@ def combine(weights: Tensor, rows: Tensor) -> Tensor:
     return torch.bmm(weights[:, None], rows)[:, 0]
 
 
-def compacted(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Some rows (ascending) of a solver's own tensor, moved to its front in place: memory never holds the history twice."""
-    kept = rows.numel()
-    chunk = -(-kept // max(1, tensor.shape[1] if tensor.ndim > 2 else 1))
+def compacted(tensor: Tensor, rows: Tensor, slots: int | None = None) -> Tensor:
+    """Some rows (ascending) of a solver's own tensor [batch, slots, n], moved to its front in place: memory never holds it twice.
+
+    Of the slots, only the first ones are moved, if a number is given.
+    """
+    kept, filled = rows.numel(), tensor[:, :slots] if slots is not None else tensor
+    chunk = -(-kept // max(1, filled.shape[1] if tensor.ndim > 2 else 1))
     for a in range(0, kept, max(1, chunk)):
         part = rows[a : a + chunk]
-        tensor[a : a + part.numel()] = tensor[part]  # rows[i] >= i, so nothing is overwritten before it is read
+        filled[a : a + part.numel()] = filled[part]  # rows[i] >= i, so nothing is overwritten before it is read
     return tensor[:kept]

@@ -223,7 +223,7 @@ class DualCG(CG):
             name = type(primal.base).__name__
             raise TypeError(f"DualCG needs a map that has a dual, such as that of a dense OptEq. Got {name} instead; CG does not.")
         base = primal.base
-        return LinearDual(primal, base.dual().G, base.sigma.derivative(base.hidden(primal.z)).clamp_min(0).sqrt())
+        return LinearDual(primal, base.dual().G, base.sigma.root(base.hidden(primal.z)))
 
     def init(self, fn: Map, z0: Tensor) -> DualCGState:  # type: ignore[override]
         assert isinstance(fn, LinearDual)
@@ -288,7 +288,11 @@ class GMRESState(State):
     R: Tensor  # [batch, restart, restart], upper triangular
     Q: Tensor  # [batch, restart + 1, restart + 1], orthogonal
     beta: Tensor  # [batch], the residual at z
+    reach: Tensor  # [batch], |z|
     j: int  # columns so far
+
+    def slots(self) -> int:
+        return self.j + 1
 
     def weights(self) -> Tensor:
         """y [batch, j], the least-squares solution min |beta e1 - H y|."""
@@ -314,7 +318,7 @@ class GMRESState(State):
     def estimate(self) -> tuple[Tensor, Tensor]:
         size = self.beta * self.Q[:, self.j, 0].abs()
         length = norm(self.weights()) if self.j else torch.zeros_like(size)
-        return size, torch.maximum(torch.hypot(norm(self.z), length), size)
+        return size, torch.maximum(torch.hypot(self.reach, length), size)
 
 
 @dataclass(frozen=True)
@@ -332,7 +336,7 @@ class GMRES(Solver):
     def init(self, fn: Map, z0: Tensor) -> GMRESState:
         r, evals = _start(_linear(self, fn), z0)
         batch, n = z0.shape[0], r[0].numel()
-        V = r.new_zeros(batch, min(self.restart, n) + 1, n)
+        V = r.new_empty(batch, min(self.restart, n) + 1, n)
         return _cycle(z0, r, V, evals)
 
     def step(self, fn: Map, state: State) -> GMRESState:
@@ -348,9 +352,9 @@ def _cycle(z: Tensor, r: Tensor, V: Tensor, evals: int) -> GMRESState:
     """The first state of a cycle from z with residual r; V is overwritten."""
     batch, rows = V.shape[:2]
     beta = norm(r)
-    V[:, 0].copy_(flat(r)).div_(beta[:, None]).masked_fill_(beta[:, None] == 0, 0)
+    V[:, 0].copy_(flat(r)).div_(torch.where(beta > 0, beta, 1)[:, None])
     Q = torch.eye(rows, dtype=V.dtype, device=V.device).repeat(batch, 1, 1)
-    return GMRESState(z, evals, V, V.new_zeros(batch, rows - 1, rows - 1), Q, beta, 0)
+    return GMRESState(z, evals, V, V.new_zeros(batch, rows - 1, rows - 1), Q, beta, norm(z), 0)
 
 
 def _expand(product: Callable[[Tensor], Tensor], state: GMRESState) -> GMRESState:

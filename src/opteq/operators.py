@@ -1,18 +1,20 @@
 """Linear maps on batches, each with its exact adjoint: <W z, s> = <z, W' s>."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
+from opteq.checks import is_transformed
 from opteq.tree import Tree
 
 __all__ = [
     "Conv",
     "Dense",
+    "Factors",
     "Fourier",
     "MonotoneOperator",
     "Operator",
@@ -232,3 +234,39 @@ class MonotoneOperator(Operator):
 
     def has_resolvent(self) -> bool:
         return all(isinstance(part, Conv) and part.padding == "circular" for part in (self.A, self.B))
+
+
+class Factors:
+    """What solvers computed from the tensors of a bound map, once, for its forward and its backward solves.
+
+    It lives as long as the graph of the solution. Writes that PyTorch does not count (`.data`, fused optimizers) go unnoticed: a
+    map that is bound before and solved after one may not converge, and says so.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[list[tuple[Tensor, int]], Any]] = {}
+
+    def get(self, key: Any, operator: Operator, make: Callable[[], Any]) -> Any:
+        """What `make` gives; made anew only if a tensor of the operator is not the one, or not as it was, the last time."""
+        tensors = [leaf.tensor for leaf in operator.leaves()]
+        if any(_unknown(tensor) for tensor in tensors):
+            return make()
+        sources, value = self._made.get(key, ([], None))
+        if len(sources) != len(tensors) or not all(_same(*old, new) for old, new in zip(sources, tensors, strict=True)):
+            value = make()
+            self._made[key] = ([(t, t._version) for t in tensors], value)  # while we keep them, no other has their memory
+        return value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)()
+
+
+def _unknown(tensor: Tensor) -> bool:
+    """Whether writes to the tensor are not recorded, or what is made of it must have derivatives."""
+    return is_transformed(tensor) or tensor.is_inference() or (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _same(old: Tensor, version: int, new: Tensor) -> bool:
+    """Whether `new` is the memory of `old`, which has not been written to since."""
+    alike = old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype and old.device == new.device
+    return alike and old.data_ptr() == new.data_ptr() and old._version == version == new._version

@@ -149,7 +149,7 @@ class State(Tree, ABC):
     """
 
     exact: ClassVar[bool] = True
-    history: ClassVar[tuple[str, ...]] = ()  # large fields of the solver's own, compacted in place
+    history: ClassVar[tuple[str, ...]] = ()  # large fields of the solver's own, [batch, slots, n], compacted in place
     z: Tensor
     evals: int  # evaluations of f and products with its Jacobian so far; what `linearize` itself evaluates is not counted
 
@@ -169,11 +169,15 @@ class State(Tree, ABC):
         """The state after learning that f(z[rows]) = fz, though the estimate had called these samples converged."""
         return self
 
+    def slots(self) -> int | None:
+        """How many slots of its history hold something; None: all."""
+        return None
+
     def select(self, rows: Tensor) -> Self:
         """The state of some samples only; the rows ascend."""
 
         def kept(leaf: Leaf) -> Tensor:
-            return compacted(leaf.tensor, rows) if leaf.name in self.history else leaf.tensor.index_select(0, rows)
+            return compacted(leaf.tensor, rows, self.slots()) if leaf.name in self.history else leaf.tensor.index_select(0, rows)
 
         return self.replace_leaves(kept)
 
@@ -403,6 +407,7 @@ class _Loop:
         self.start = norm(z0)  # then max(|z0|, |f(z0)|)
         self.best = z0
         self.best_owned = False  # whether `best` may be written to
+        self.latest: Tensor | None = None  # the iterates of the live rows, if they are the best of theirs; not yet in `best`
         if not self.start.isfinite().all():
             self.best = torch.where(per_sample_like(self.start.isfinite(), z0), z0, torch.zeros_like(z0))
         self.residual = torch.full((samples,), math.nan, dtype=z0.dtype, device=device)
@@ -428,6 +433,8 @@ class _Loop:
                 break
             state = self.compact(state)
             state = self.solver.step(self.fn, state)
+        self.store()
+        self.steps[self.rows[self.live]] = self.stop.max_steps
         self.complete()
         return self.solution(state.evals)
 
@@ -445,6 +452,8 @@ class _Loop:
         last = step == self.stop.max_steps
         size, scale = state.estimate()
         self.start = torch.maximum(self.start, scale) if step == 0 else self.start
+        if not last and self.uneventful(state, size, scale):
+            return state
         known = torch.ones_like(self.live)
         z = state.z
         if not state.exact:  # estimates drive, truth decides
@@ -473,12 +482,29 @@ class _Loop:
         self.keep(good | (better & ~(risen & (growth > self.far))), z, residual)
         if self.trace is not None:
             self.trace = self.traced(self.trace, state, known, residual)
-        self.steps[self.rows[self.live]] = step
         lost = runaway | risen & (growth > (self.far if last else self.too_far))
-        self.finish(good, 0)
-        self.finish(~finite, _NONFINITE)
-        self.finish(lost, _DIVERGED)
+        self.finish(good, 0, step)
+        self.finish(~finite, _NONFINITE, step)
+        self.finish(lost, _DIVERGED, step)
         return state
+
+    def uneventful(self, state: State, size: Tensor, scale: Tensor) -> bool:
+        """Whether every live sample is on its way: then there is no more to do than to note it, which most steps come to."""
+        if self.trace is not None or self.solver.selective or self.fn.coupled:
+            return False
+        far = self.far if state.exact else self.too_far
+        calm = (size > self.stop.atol + self.stop.rtol * scale) & (size < math.inf) & (scale <= far * self.start)
+        residual = None
+        if state.exact:
+            residual = size / scale
+            calm &= ~(residual >= self.residual[self.rows])
+        if not bool((calm | ~self.live).all()):
+            return False
+        self.peak = torch.maximum(self.peak, size)
+        if residual is not None:
+            self.latest = state.z
+            self.residual[self.rows[self.live]] = residual[self.live]
+        return True
 
     def meets(self, size: Tensor, scale: Tensor) -> Tensor:
         return size <= self.stop.atol + self.stop.rtol * scale
@@ -514,8 +540,22 @@ class _Loop:
 
     def keep(self, mask: Tensor, z: Tensor, residual: Tensor) -> None:
         """Store the rows of z under the mask as the best of their samples."""
+        if (self.live & ~mask).any():
+            self.store()
+        self.latest = None
         if not mask.any():
             return
+        self.residual[self.rows[mask]] = residual[mask]
+        self.write(mask, z)
+
+    def store(self) -> None:
+        """Put the latest iterates where they belong."""
+        if self.latest is not None:
+            self.write(self.live, self.latest)
+            self.latest = None
+
+    def write(self, mask: Tensor, z: Tensor) -> None:
+        """The rows of z under the mask into `best`."""
         whole = self.rows.numel() == self.best.shape[0]
         if whole and mask.all():
             self.best, self.best_owned = z, False
@@ -525,7 +565,6 @@ class _Loop:
             self.best = self.best if self.best_owned else self.best.clone()
             self.best_owned = True
             self.best[self.rows[mask]] = z[mask]
-        self.residual[self.rows[mask]] = residual[mask]
 
     def traced(self, trace: Trace, state: State, known: Tensor, residual: Tensor) -> Trace:
         """The trace with the live rows of this step. What the solver only estimates is measured, but told to nobody else."""
@@ -535,17 +574,19 @@ class _Loop:
             residual = torch.where(known, residual, relative(norm(value - z), norm(value)))
         return trace.then(self.rows[self.live], residual[self.live], state.evals + self.evals, z[self.live])
 
-    def finish(self, mask: Tensor, code: int) -> None:
+    def finish(self, mask: Tensor, code: int, step: int) -> None:
         """Give the live rows under the mask their status, and freeze them."""
         mask = mask & self.live
         if mask.any():
             self.codes[self.rows[mask]] = code
+            self.steps[self.rows[mask]] = step
             self.live = self.live & ~mask
 
     def compact(self, state: State) -> State:
         """Drop the finished rows when they are at least a quarter."""
         if not self.fn.independent or 4 * int(self.live.sum()) > 3 * self.live.numel():
             return state
+        self.store()
         rows = self.live.nonzero()[:, 0]
         self.fn = self.fn.select(rows)  # one after the other: the old one is freed before the next is made
         state = state.select(rows)

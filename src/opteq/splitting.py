@@ -1,20 +1,19 @@
 """Maps z -> sigma(W z + u), and those among them that are monotone inclusions, which splitting methods solve."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from opteq.activations import Activation
 from opteq.batch import norm, per_sample_like
-from opteq.operators import Dense, Operator
+from opteq.operators import Dense, Factors, Operator
 from opteq.solve import Jacobian, Map, per_sample
 from opteq.tree import Tree
 
-__all__ = ["ActivationMap", "Diagonal", "Factors", "SplitMap"]
+__all__ = ["ActivationMap", "Diagonal", "SplitMap"]
 
 
 @dataclass(frozen=True)
@@ -43,47 +42,25 @@ class ActivationMap(Map):
 
 @dataclass(frozen=True)
 class Diagonal(Tree):
-    """p -> D p with 0 <= D <= 1: the proximal operator of a quadratic, in the place of an activation."""
+    """p -> D p with 0 <= D <= 1: the proximal operator of a quadratic, in the place of an activation; its prox has one step."""
 
+    step: float
     D: Tensor = per_sample()
+    scaled: Tensor = per_sample()  # D / (D + step (1 - D))
+
+    @classmethod
+    def of(cls, D: Tensor, step: float) -> Self:
+        """Made ready for the steps to come."""
+        scaled = D / torch.lerp(D, torch.ones_like(D), step)
+        return cls(step, D, D if torch.equal(D, scaled) else scaled)  # the slopes of ReLU, 0 and 1, stay what they are
 
     def __call__(self, p: Tensor) -> Tensor:
         return self.D * p
 
     def prox(self, v: Tensor, step: float) -> Tensor:
         """D v / (D + step (1 - D))."""
-        return v * (self.D / torch.lerp(self.D, torch.ones_like(self.D), step))
-
-
-class Factors:
-    """What solvers computed from the tensors of a bound map, once, for its forward and its backward solves.
-
-    It lives as long as the graph of the solution. Writes that PyTorch does not count (`.data`, fused optimizers) go unnoticed: a
-    map that is bound before and solved after one may not converge, and says so.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[Any, tuple[list[tuple[Tensor, int]], Any]] = {}
-
-    def get(self, key: Any, operator: Operator, make: Callable[[], Any]) -> Any:
-        """What `make` gives; made anew only if a tensor of the operator is not the one, or not as it was, the last time."""
-        tensors = [leaf.tensor for leaf in operator.leaves()]
-        if any(tensor.is_inference() for tensor in tensors):  # whether they were written to is not recorded
-            return make()
-        sources, value = self._made.get(key, ([], None))
-        if len(sources) != len(tensors) or not all(_same(*old, new) for old, new in zip(sources, tensors, strict=True)):
-            value = make()
-            self._made[key] = ([(t, t._version) for t in tensors], value)  # while we keep them, no other has their memory
-        return value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)()
-
-
-def _same(old: Tensor, version: int, new: Tensor) -> bool:
-    """Whether `new` is the memory of `old`, which has not been written to since."""
-    alike = old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype and old.device == new.device
-    return alike and old.data_ptr() == new.data_ptr() and old._version == version == new._version
+        assert step == self.step
+        return v * self.scaled
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from opteq.activations import Activation, find_activation
 from opteq.checks import check_instance, check_integer, check_number, check_shape, invalid
 from opteq.convex import ConvexMap, DualMap
 from opteq.equilibrium import Cell
-from opteq.operators import Conv, Dense, Operator, Padding, Separable
+from opteq.operators import Conv, Dense, Factors, Operator, Padding, Separable
 from opteq.solve import Jacobian, Map, per_sample
 from opteq.spectral import NormBall, scale_to
 
@@ -68,12 +68,15 @@ class DenseOptEqMap(OptEqMap, ConvexMap):
 
     W: Dense
     u: Tensor = per_sample()  # [batch, hidden]
+    factors: Factors = field(default_factory=Factors, compare=False, repr=False, kw_only=True)
 
     def project(self, z: Tensor) -> Tensor:
         return self.W(z)
 
     def dual(self) -> DualMap:
-        return DualMap(self.W.W @ (self.W.W / self.mu).T, self.sigma, self.u)
+        """s -> sigma(G s + u); G is made once for the solves of this map, forward and backward."""
+        G: Tensor = self.factors.get(("gram", self.mu), self.W, lambda: self.W.W @ (self.W.W / self.mu).T)
+        return DualMap(G, self.sigma, self.u)
 
     def dual_pays(self) -> bool:
         hidden, features = self.W.W.shape

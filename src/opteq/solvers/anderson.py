@@ -21,8 +21,12 @@ class AndersonState(ResidualState):
     dG: Tensor  # [batch, memory, n]
     gram: Tensor  # [batch, memory, memory], of dR: the diagonal is 1, or 0 in an empty slot
     best: Tensor  # [batch], the smallest |r| since the last restart
+    brisk: Tensor  # [batch] bool: plain steps have been fast so far, and no history is kept
     slot: int  # the next row to overwrite
     used: int  # rows that hold something
+
+    def slots(self) -> int:
+        return self.used
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,15 @@ class Anderson(Solver):
     `ridge`: Tikhonov weight relative to the Gram matrix of the dr_j scaled to a unit diagonal; None takes a multiple of the
     precision of the dtype, so that a singular system is never an error.
     `restart`: a sample whose residual exceeds `restart` times the best since its last restart forgets its history; inf: never.
-    Walker and Ni (2011).
+    `brisk`: while each plain step z <- z + mixing r leaves at most this part of a sample's residual, the sample takes plain steps
+    and keeps no history, which costs less; 0: never. Walker and Ni (2011).
     """
 
     memory: int = 6
     mixing: float = 1.0
     ridge: float | None = None
     restart: float = 10.0
+    brisk: float = 0.4
 
     def __post_init__(self) -> None:
         check_integer(self, "memory", self.memory, 1)
@@ -48,13 +54,15 @@ class Anderson(Solver):
             check_number(self, "ridge", self.ridge, 0.0)
         if self.restart != math.inf:
             check_number(self, "restart", self.restart, 1.0, open_low=True)
+        check_number(self, "brisk", self.brisk, 0.0, 1.0, open_high=True)
 
     def init(self, fn: Map, z0: Tensor) -> AndersonState:
         fields = residual_at(z0, first_value(fn, z0))
         batch, n = flat(z0).shape
         dR, dG = z0.new_empty(batch, self.memory, n), z0.new_empty(batch, self.memory, n)
         gram = z0.new_zeros(batch, self.memory, self.memory)
-        return AndersonState(evals=1, **fields, dR=dR, dG=dG, gram=gram, best=fields["size"], slot=0, used=0)
+        brisk = torch.full_like(fields["size"], self.brisk > 0, dtype=torch.bool)
+        return AndersonState(evals=1, **fields, dR=dR, dG=dG, gram=gram, best=fields["size"], brisk=brisk, slot=0, used=0)
 
     def step(self, fn: Map, state: State) -> AndersonState:
         assert isinstance(state, AndersonState)
@@ -86,11 +94,15 @@ class Anderson(Solver):
     def _remember(self, state: AndersonState, fields: dict[str, Tensor]) -> AndersonState:
         """The next state: overwrite the oldest difference, and empty the history of samples that got much worse."""
         size, slot, used = fields["size"], state.slot, min(state.used + 1, self.memory)
+        brisk = state.brisk & (size <= self.brisk * state.size)
+        if brisk.all():
+            best = torch.minimum(state.best, size)
+            return replace(state, evals=state.evals + 1, **fields, best=best, brisk=brisk, slot=slot, used=state.used)
         dr, dg = state.dR[:, slot], state.dG[:, slot]
         torch.sub(flat(fields["r"]), flat(state.r), out=dr)
         dg.add_(dr, alpha=self.mixing)
         length, noise = norm(dr), 2 * torch.finfo(dr.dtype).eps * fields["scale"]  # below the noise, a change is only rounding
-        inverse = torch.where(length > noise, 1 / length, 0)[:, None]
+        inverse = torch.where((length > noise) & ~brisk, 1 / length, 0)[:, None]
         dr.mul_(inverse)
         dg.mul_(inverse)
         products = dots(state.dR[:, :used], dr)
@@ -102,4 +114,5 @@ class Anderson(Solver):
             for tensor in (state.dR, state.dG, state.gram):
                 tensor[rows] = 0
         best = torch.where(worse, size, torch.minimum(state.best, size))
-        return replace(state, evals=state.evals + 1, **fields, best=best, slot=(slot + 1) % self.memory, used=used)
+        slot = (slot + 1) % self.memory
+        return replace(state, evals=state.evals + 1, **fields, best=best, brisk=brisk, slot=slot, used=used)

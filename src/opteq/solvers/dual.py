@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opteq.batch import norm
+from opteq.batch import dot, norm
 from opteq.convex import DualForm, DualState
 
-_SLOW = 0.3  # a plain step that leaves more than this of the residual calls for Newton steps
 _RISE = 2.0  # a Newton step may leave this multiple of the best residual: on hard problems it first rises
 _CUTS = 8  # trials of a shorter step
 _PATIENCE = 6  # Newton steps without a new best residual before plain steps are taken again
@@ -21,9 +20,8 @@ class DualNewtonState(DualState):
 
     a: Tensor
     gap: Tensor
-    gap_size: Tensor  # |gap|
-    best: Tensor  # the smallest |gap| so far
-    slow: Tensor  # bool: take Newton steps
+    error: Tensor  # the residual at s = sigma(a)
+    best: Tensor  # the smallest so far
     idle: Tensor  # Newton steps since `best` last fell
     rest: Tensor  # plain steps still to take before the next Newton step
     pause: Tensor  # how many the next rest will have
@@ -34,28 +32,26 @@ class DualNewtonState(DualState):
 
 def begin(fn: DualForm, z0: Tensor) -> DualNewtonState:
     """The state at z0."""
-    a, _, Gs, size, scale, evals = fn.first(z0)
+    a, s, Gs, size, scale, evals = fn.first(z0)
     gap = Gs + fn.dual.u - a
-    gap_size, ones, no = norm(gap), torch.ones_like(size), torch.zeros_like(size, dtype=torch.bool)
-    none = torch.zeros_like(size, dtype=torch.int32)
-    return DualNewtonState(z0, evals, size, scale, ones, False, a, gap, gap_size, gap_size, no, none, none, none + 2)
+    error, none = fn.size(fn.dual.sigma(a + gap) - s), torch.zeros_like(size, dtype=torch.int32)
+    return DualNewtonState(z0, evals, size, scale, torch.ones_like(size), False, a, gap, error, error, none, none, none + 2)
 
 
 def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: int) -> DualNewtonState:
-    """One step: plain where the residual falls fast, Newton's elsewhere, shortened where it makes a sample much worse."""
-    delta, products = state.gap, 0
-    if state.slow.any():
-        delta, products = _newton_step(fn, state, forcing, inner_steps)
+    """One Newton step, shortened where it makes a sample much worse; a plain one for the samples that rest from them."""
+    active = state.rest == 0
+    delta, products = _newton_step(fn, state, active, forcing, inner_steps)
     trial = _evaluate(fn, state.a + delta)
-    worse = state.slow & ~(trial.gap_size <= _RISE * state.best)
+    worse = active & ~(trial.size <= _RISE * state.best)
     stuck = torch.zeros_like(worse)
     products += 1
     if worse.any():
         trial, stuck, tries = _shortened(fn, state, delta, trial, worse.nonzero()[:, 0])
         products += tries
-    fell = trial.gap_size < state.best
-    modes = _modes(state, trial.gap_size, fell, stuck)
-    best = torch.where(fell, trial.gap_size, state.best)
+    fell = trial.size < state.best
+    modes = _modes(state, active, fell, stuck)
+    best = torch.where(fell, trial.size, state.best)
     return DualNewtonState(
         state.z,
         state.evals + products,
@@ -65,7 +61,7 @@ def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: i
         True,
         trial.a,
         trial.gap,
-        trial.gap_size,
+        trial.size,
         best,
         *modes,
     )
@@ -76,7 +72,6 @@ class _Trial(NamedTuple):
 
     a: Tensor
     gap: Tensor
-    gap_size: Tensor
     size: Tensor
     scale: Tensor
 
@@ -90,7 +85,7 @@ def _evaluate(fn: DualForm, a: Tensor) -> _Trial:
     Gp = p @ fn.dual.G
     gap, scale = (Gp + fn.dual.u).sub_(a), fn.scale(p, Gp)
     del Gp  # makes room for what follows
-    return _Trial(a, gap, norm(gap), fn.size(fn.dual.sigma(a + gap) - p), scale)
+    return _Trial(a, gap, fn.size(fn.dual.sigma(a + gap) - p), scale)
 
 
 def _shortened(fn: DualForm, state: DualNewtonState, delta: Tensor, trial: _Trial, rows: Tensor) -> tuple[_Trial, Tensor, int]:
@@ -98,50 +93,57 @@ def _shortened(fn: DualForm, state: DualNewtonState, delta: Tensor, trial: _Tria
 
     Along delta the residual begins to fall like 1 - t: a full step may be spoilt by kinks on the way, a short one is not.
     """
-    stuck, tries, length = torch.zeros_like(state.slow), 0, 1.0
+    stuck, tries, length = torch.zeros_like(state.rest, dtype=torch.bool), 0, 1.0
     while rows.numel() and tries < _CUTS:
         tries, length = tries + 1, length / 5
         found = _evaluate(fn.select(rows), state.a[rows] + length * delta[rows])
-        good = found.gap_size <= (1 - 0.1 * length) * state.gap_size[rows]
+        good = found.size <= (1 - 0.1 * length) * state.error[rows]
         taken = good.nonzero()[:, 0]
         trial = trial.put(rows[taken], _Trial(*(part[taken] for part in found)))
         rows = rows[~good]
-    old = _Trial(state.a, state.gap, state.gap_size, state.size, state.scale)
+    old = _Trial(state.a, state.gap, state.error, state.scale)
     trial = trial.put(rows, _Trial(*(part[rows] for part in old)))
     return trial, stuck.index_fill(0, rows, True), tries
 
 
-def _modes(state: DualNewtonState, gap_size: Tensor, fell: Tensor, stuck: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Who takes Newton steps next: samples that are slow, but for a rest of ever more plain steps when these ceased to help."""
-    idle = torch.where(state.slow & ~fell, state.idle + 1, 0)
+def _modes(state: DualNewtonState, active: Tensor, fell: Tensor, stuck: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Who takes plain steps next: samples that Newton's ceased to help, ever more of them."""
+    idle = torch.where(active & ~fell, state.idle + 1, 0)
     tired = stuck | (idle >= _PATIENCE)
     rest = torch.where(tired, state.pause, (state.rest - 1).clamp_min(0))
-    slow = (state.slow | (state.rest > 0) | (gap_size > _SLOW * state.gap_size)) & (rest == 0)
-    return slow, torch.where(tired, 0, idle), rest, torch.where(tired, 2 * state.pause, state.pause)
+    return torch.where(tired, 0, idle), rest, torch.where(tired, 2 * state.pause, state.pause)
 
 
-def _newton_step(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: int) -> tuple[Tensor, int]:
-    """delta with (I - G D) delta = gap, D = diag(sigma'(a)), and the products it took.
+def _newton_step(fn: DualForm, state: DualNewtonState, active: Tensor, forcing: float, inner_steps: int) -> tuple[Tensor, int]:
+    """delta with (I - G D) delta = gap, D = diag(sigma'(a)), and the products it took; delta = gap for those not active.
 
-    With D^1/2 delta = w: (I - D^1/2 G D^1/2) w = D^1/2 gap, which CG solves, and delta = gap + G D^1/2 w.
+    With D^1/2 delta = w: (I - D^1/2 G D^1/2) w = D^1/2 gap, which CG solves, and delta = gap + G D^1/2 w. Samples that are done are
+    dropped when they are half of the work.
     """
-    G, unit = fn.dual.G, torch.where(state.gap_size > 0, state.gap_size, torch.ones_like(state.gap_size))[:, None]
-    root = fn.dual.sigma.derivative(state.a).clamp_(min=0).sqrt_()
-    r = root * state.gap * (state.slow[:, None] / unit)  # near 1 in size: no scale overflows
-    p, found = r.clone(), torch.zeros_like(r)
-    rr = (r * r).sum(1)
-    live, products = state.slow & (rr > forcing**2), 0
+    G, root = fn.dual.G, fn.dual.sigma.root(state.a)
+    r = root * state.gap
+    size = norm(r)
+    live = active & (size > 0)
+    unit = torch.where(live, size, 1)[:, None]
+    r.mul_(live[:, None] / unit)  # of size 1, or 0: no scale overflows
+    delta, p, found = state.gap.clone(), r.clone(), torch.zeros_like(r)
+    rr, rows, products = live.to(r.dtype), torch.arange(len(r), device=r.device), 0
     while products < inner_steps and live.any():
-        pp, q = (p * p).sum(1), root * p
+        if 2 * int(live.sum()) <= live.numel():
+            delta.index_add_(0, rows, found * unit[rows])
+            kept = live.nonzero()[:, 0]
+            root, r, p, rr, live, rows = (part[kept] for part in (root, r, p, rr, live, rows))
+            found = torch.zeros_like(r)
+        q = root * p
         Gq = q @ G
         products += 1
-        curvature = pp - q.mul_(Gq).sum(1)
+        curvature = dot(p, p) - q.mul_(Gq).sum(1)
         del q
         live = live & (curvature > 0)
         length = torch.where(live, rr / curvature, 0)[:, None]
         found.addcmul_(length, Gq)
         r.addcmul_(length, p, value=-1).addcmul_(length, Gq.mul_(root))
-        before, rr = rr, (r * r).sum(1)
+        before, rr = rr, dot(r, r)
         p.mul_(torch.where(live, rr / before, 0)[:, None]).add_(r)
         live = live & (rr > forcing**2)
-    return state.gap + found.mul_(unit), products
+    return delta.index_add_(0, rows, found * unit[rows]), products

@@ -28,8 +28,8 @@ class Newton(Solver):
     most `inner_steps` products. t is 1, halved at most `halvings` times until the residual falls; where it does not, a plain step
     z <- f(z) is taken if that leaves the residual below the one at z0, else the sample stays. So no iterate is worse than z0.
 
-    A convex map with a dual (a dense OptEq) is solved in its dual form, with CG and t = 1: each sample takes plain steps while
-    these are fast, then Newton steps (`forcing` None: 0.1), and plain ones again where Newton's do not help.
+    A convex map with a dual (a dense OptEq) is solved in its dual form, with CG and t = 1 (`forcing` None: 0.2); samples that
+    Newton's steps do not help take plain ones for a while.
     """
 
     forcing: float | None = None
@@ -54,7 +54,7 @@ class Newton(Solver):
     def step(self, fn: Map, state: State) -> NewtonState | DualNewtonState:
         if isinstance(fn, DualForm):
             assert isinstance(state, DualNewtonState)
-            return advance(fn, state, self.forcing or 0.1, self.inner_steps)
+            return advance(fn, state, self.forcing or 0.2, self.inner_steps)
         assert isinstance(state, NewtonState)
         equation = LinearizedMap(fn, False, state.z, state.r)
         inner = Stop(rtol=self.forcing or 1e-2, max_steps=min(self.inner_steps, 2 * state.z[0].numel()))

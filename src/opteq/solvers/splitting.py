@@ -107,7 +107,7 @@ def _form(fn: Map, base: SplitMap, step: float, reflection: Operator | None) -> 
     """The map, adjoint or tangent made ready; `reflection` is that of the base."""
     if not isinstance(fn, LinearizedMap):
         return SplitForm(base, "map", step, reflection, 1.0, _shift(reflection, base.u, step), None)
-    diagonal = cast(Activation, Diagonal(base.sigma.derivative(base.hidden(fn.z))))  # it has what a split needs of one
+    diagonal = cast(Activation, Diagonal.of(base.sigma.derivative(base.hidden(fn.z)), step))  # it has what a split needs of one
     if not fn.transposed:
         split = replace(base, sigma=diagonal, u=base.W(fn.g))
         return SplitForm(split, "tangent", step, reflection, 1.0, _shift(reflection, split.u, step), fn.g)
