@@ -1,6 +1,7 @@
 """The others, each at its best: configurations are tried, and the fastest one that meets the tolerance runs the race."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from time import perf_counter
@@ -8,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from workloads import Problem, flat_gradient
+from workloads import Problem
 
 Run: TypeAlias = Callable[[], Tensor]  # one step; the parameters of the cell then have their gradients
 
@@ -64,8 +65,8 @@ def torchdeq_solvers() -> Iterator[tuple[str, Callable[..., Any]]]:
 
     for tau in (1.0, 0.7, 0.4):
         yield f"iteration, tau {tau}", partial(fixed_point_iter, tau=tau)
-    for memory in (4, 6, 10):
-        yield f"anderson, m {memory}", partial(anderson_solver, m=memory, lam=1e-10)
+    for memory, ridge in ((4, 1e-10), (6, 1e-10), (10, 1e-10), (6, 1e-6)):
+        yield f"anderson, m {memory}, lam {ridge:g}", partial(anderson_solver, m=memory, lam=ridge)
     yield "broyden", broyden_solver
 
 
@@ -93,31 +94,38 @@ def best_torchdeq(problem: Problem) -> tuple[str, Run]:
     for name, solver in torchdeq_solvers():
         register_solver(name, solver)
         names.append(name)
-    few = Problem(problem.title, problem.cell, problem.x[:TUNED_ON], problem.tol, problem.plain, problem.train)
-    alone = Problem(problem.title, problem.cell, problem.x[:TUNED_ON], problem.tol, problem.plain, train=False)
+    few, alone = (replace(problem, x=problem.x[:TUNED_ON], train=train) for train in (problem.train, False))
     forward = fastest({(name, name): runs(alone, torchdeq_forward(alone, name, name)) for name in names}, alone)[:2]
     pairs = product([pair[0] for pair in forward], names) if problem.train else forward
-    tried = {pair: runs(few, torchdeq_forward(few, *pair)) for pair in pairs}
-    chosen = fastest(tried, few)[0]
-    name = chosen[0] if not problem.train or chosen[0] == chosen[1] else f"{chosen[0]}; backward {chosen[1]}"
-    return f"torchdeq, {name}", runs(problem, torchdeq_forward(problem, *chosen))
+    for one, two in fastest({pair: runs(few, torchdeq_forward(few, *pair)) for pair in pairs}, few):
+        run = runs(problem, torchdeq_forward(problem, one, two))
+        if meets(problem, run):
+            return f"torchdeq, {one}" if not problem.train or one == two else f"torchdeq, {one}; backward {two}", run
+    raise RuntimeError(f"No setting of torchdeq meets the tolerance {problem.tol:g} on {problem.title}.")
 
 
 def fastest(tried: dict[tuple[str, str], Run], problem: Problem) -> list[tuple[str, str]]:
-    """Those that meet the tolerance, the fastest of three trials first; gradients must be within 30 times the tolerance."""
-    exact = problem.exact()[1] if problem.train else None
+    """Those that meet the tolerance, the fastest first."""
     found = {}
     for name, run in tried.items():
-        times = []
-        for _ in range(3):
-            begun = perf_counter()
-            z = run()
-            times.append(perf_counter() - begun)
-        good = problem.residual(z) <= problem.tol
-        if good and exact is not None:
-            good = float((flat_gradient(problem.cell) - exact).norm() / exact.norm()) <= 30 * problem.tol
-        if good:
+        if meets(problem, run):
+            times = []
+            for _ in range(3):
+                begun = perf_counter()
+                run()
+                times.append(perf_counter() - begun)
             found[name] = min(times)
-    if not found:
-        raise RuntimeError(f"No setting of torchdeq meets the tolerance {problem.tol:g} on {problem.title}.")
     return sorted(found, key=found.__getitem__)
+
+
+def meets(problem: Problem, run: Run) -> bool:
+    """Whether a run reaches the tolerance, its gradients within 100 times of it; its Anderson mixing may fail altogether."""
+    try:
+        z = run()
+    except torch.linalg.LinAlgError:
+        return False
+    if not problem.residual(z) <= problem.tol:
+        return False
+    if not problem.train:
+        return True
+    return problem.gradient_error() <= 100 * problem.tol

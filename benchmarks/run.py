@@ -21,7 +21,7 @@ from measure import Gemm, Ratio, flops, interleaved
 from peers import best_torchdeq, ours, unrolled
 from rich.console import Console
 from rich.table import Table
-from workloads import Problem, deep, flat_gradient, gaussian, mixed, monotone, one_layer
+from workloads import Problem, deep, gaussian, mixed, monotone, one_layer
 
 import opteq
 from opteq import Solver, Stop, solve
@@ -64,7 +64,6 @@ def race(problem: Problem, rounds: int) -> dict[str, Any]:
     times = interleaved(contestants | {"torch.mm": limit}, rounds)
     rate = [limit.operations / seconds for seconds in times["torch.mm"]]
     state = problem.cell.initial(problem.x)
-    exact = problem.exact()[1] if problem.train else None
     rows = {}
     for name, run in contestants.items():
         z, own = run(), times[name]
@@ -73,16 +72,12 @@ def race(problem: Problem, rounds: int) -> dict[str, Any]:
             "milliseconds": 1e3 * sorted(own)[len(own) // 2],
             "over_opteq": asdict(Ratio.of(own, times["opteq"])),
             "residual": problem.residual(z),
-            "gradient_error": None if exact is None else error(flat_gradient(problem.cell), exact),
+            "gradient_error": problem.gradient_error() if problem.train else None,
             "states": peak_bytes(run) / (state.numel() * state.element_size()),
             "share_of_gemm": Ratio.of([flops(run) / seconds for seconds in own], rate).median,
         }
     evaluations = problem.layer().solve(problem.x).evals
     return {"title": problem.title, "goal": problem.goal, "evaluations": evaluations, "contestants": rows}
-
-
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
 
 
 def overhead(rounds: int) -> list[dict[str, Any]]:

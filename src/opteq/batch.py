@@ -16,9 +16,13 @@ def norm(z: Tensor) -> Tensor:
     rows = flat(z)
     plain: Tensor = torch.linalg.vector_norm(rows, dim=1)
     info = torch.finfo(z.dtype)
-    unsafe = ~((plain > math.sqrt(info.tiny) / info.eps) & (plain < math.inf))
-    if not unsafe.any():
+    least = math.sqrt(info.tiny) / info.eps
+    if not plain.numel():
         return plain
+    low, high = torch.aminmax(plain)
+    if (low > least) & (high < math.inf):
+        return plain
+    unsafe = ~((plain > least) & (plain < math.inf))
     largest = torch.linalg.vector_norm(rows, math.inf, dim=1)
     again = (unsafe & (largest > 0) & largest.isfinite()).nonzero()[:, 0]
     unit = largest[again]

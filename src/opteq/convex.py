@@ -141,12 +141,12 @@ class DualState(State, ABC):
     moved: bool
 
     @abstractmethod
-    def hidden(self, fn: DualForm) -> Tensor:
-        """s."""
+    def hidden(self, fn: DualForm, rows: Tensor | None) -> Tensor:
+        """s, of some rows or of all."""
 
-    def candidate(self, fn: Map) -> Tensor:
+    def candidate(self, fn: Map, rows: Tensor | None = None) -> Tensor:
         assert isinstance(fn, DualForm)
-        return fn.base.lift(self.hidden(fn)) if self.moved else self.z
+        return fn.base.lift(self.hidden(fn, rows)) if self.moved else super().candidate(fn, rows)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         return self.size * self.trust, self.scale

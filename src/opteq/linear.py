@@ -107,8 +107,8 @@ class CGState(State):
     rr: Tensor
     unit: Tensor
 
-    def candidate(self, fn: Map) -> Tensor:
-        return self.iterate()
+    def candidate(self, fn: Map, rows: Tensor | None = None) -> Tensor:
+        return self.iterate() if rows is None else self.iterate()[rows]
 
     def iterate(self) -> Tensor:
         """z + unit x."""
@@ -189,12 +189,12 @@ class DualCGState(State):
     mu: float
     moved: bool
 
-    def candidate(self, fn: Map) -> Tensor:
-        if not self.moved:
-            return self.z
+    def candidate(self, fn: Map, rows: Tensor | None = None) -> Tensor:
         assert isinstance(fn, LinearDual)
-        step = fn.base.lift(self.x * fn.root).mul_(self.unit[:, None]).add_(self.g)
-        return step.div_(fn.base.alpha).add_(self.z)
+        x, unit, g, z, root = (part if rows is None else part[rows] for part in (self.x, self.unit, self.g, self.z, fn.root))
+        if not self.moved:
+            return z
+        return fn.base.lift(x * root).mul_(unit[:, None]).add_(g).div_(fn.base.alpha).add_(z)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         """The residual is W' D^1/2 r / mu, of norm |r| / sqrt(mu) at most; alpha^2 |v - z|^2 = 1 + (<b, x> + |x|^2) / mu, in units.
@@ -306,8 +306,8 @@ class GMRESState(State):
         y: Tensor = torch.linalg.solve_triangular(at_least_single(R), at_least_single(rhs), upper=True)
         return y[:, :, 0].to(R.dtype)
 
-    def candidate(self, fn: Map) -> Tensor:
-        return self.iterate()
+    def candidate(self, fn: Map, rows: Tensor | None = None) -> Tensor:
+        return self.iterate() if rows is None else self.iterate()[rows]
 
     def iterate(self) -> Tensor:
         """z + V' y."""

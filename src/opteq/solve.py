@@ -157,9 +157,9 @@ class State(Tree, ABC):
     def estimate(self) -> tuple[Tensor, Tensor]:
         """(|f(z) - z|, |f(z)|) for each sample: exact or estimated."""
 
-    def candidate(self, fn: Map) -> Tensor:
-        """The iterate, for states that compute it on demand."""
-        return self.z
+    def candidate(self, fn: Map, rows: Tensor | None = None) -> Tensor:
+        """The iterates of some rows, by default of all, for states that compute them on demand."""
+        return self.z if rows is None else self.z[rows]
 
     def value(self) -> Tensor:
         """f(z), for exact states."""
@@ -511,12 +511,13 @@ class _Loop:
 
     def verify(self, state: State, wanted: Tensor, size: Tensor, scale: Tensor) -> tuple[State, Tensor, Tensor, Tensor]:
         """Evaluate f at the iterates of the wanted rows, and put the truth in place of the estimate."""
-        z = state.candidate(self.fn)
         rows = wanted.nonzero()[:, 0]
-        if self.fn.independent and 2 * rows.numel() <= wanted.numel():
-            fn, at = self.fn.select(rows), z[rows]
+        if self.fn.independent and 4 * rows.numel() <= 3 * wanted.numel():
+            fn, at = self.fn.select(rows), state.candidate(self.fn, rows)
+            z = state.z.index_copy(0, rows, at)
         else:  # copying so many samples would cost more than evaluating all
-            fn, at, rows = self.fn, z, torch.arange(wanted.numel(), device=z.device)
+            fn, rows = self.fn, torch.arange(wanted.numel(), device=wanted.device)
+            z = at = state.candidate(self.fn)
         value = fn(at)
         self.evals += 1
         size, scale = size.index_copy(0, rows, norm(value - at)), scale.index_copy(0, rows, norm(value))

@@ -31,8 +31,8 @@ class DualAcceleratedState(DualState):
     worst: Tensor
     r_size: Tensor  # |s - y|
 
-    def hidden(self, fn: DualForm) -> Tensor:
-        return self.s
+    def hidden(self, fn: DualForm, rows: Tensor | None) -> Tensor:
+        return self.s if rows is None else self.s[rows]
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ class DualNewtonState(DualState):
     rest: Tensor  # plain steps still to take before the next Newton step
     pause: Tensor  # how many the next rest will have
 
-    def hidden(self, fn: DualForm) -> Tensor:
-        return fn.dual.sigma(self.a + self.gap)  # one plain step further than sigma(a), for nothing
+    def hidden(self, fn: DualForm, rows: Tensor | None) -> Tensor:
+        a, gap = (self.a, self.gap) if rows is None else (self.a[rows], self.gap[rows])
+        return fn.dual.sigma(a + gap)  # one plain step further than sigma(a), for nothing
 
 
 def begin(fn: DualForm, z0: Tensor) -> DualNewtonState:
