@@ -35,7 +35,7 @@ from opteq.training import TrainConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ABOUT", "CLAIMS", "PAPER", "PRESETS", "Config", "figure", "main", "run"]
+__all__ = ["ABOUT", "CLAIMS", "PAPER", "PRESETS", "WHY", "Config", "figure", "main", "run"]
 
 NAME = "opteq_table10"
 ABOUT = (__doc__ or "").split("\n")[0]
@@ -67,6 +67,15 @@ class Config:
     steps: int = 30  # of the solver, at most
 
 
+_EARLY = (
+    "After the ten epochs of `small` the FCN is {} percent points ahead, {} standard errors of two seeds: too little to tell. Its "
+    "training loss falls faster. The paper trains both for 40,000 iterations, on Cityscapes."
+)
+WHY = {
+    "miou": _EARLY.format(0.8, 1.6),
+    "mean_accuracy": _EARLY.format(0.8, 1.2),
+    "accuracy": _EARLY.format(0.5, 1.7),
+}
 PRESETS = {
     "smoke": Config("digits", (16, 16), (4, 8), (4, 8, 8), 1, 8, 1),
     "small": Config(),
