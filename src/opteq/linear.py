@@ -257,12 +257,20 @@ class NeumannState(State):
 
     exact: ClassVar[bool] = False
     r: Tensor
+    ahead: Tensor  # z + r
+    size: Tensor  # |r|
+
+    @classmethod
+    def at(cls, z: Tensor, r: Tensor, evals: int) -> Self:
+        """The state at z."""
+        return cls(z, evals, r, z + r, norm(r))
 
     def estimate(self) -> tuple[Tensor, Tensor]:
-        return norm(self.r), norm(self.z + self.r)
+        return self.size, norm(self.ahead)
 
     def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
-        return replace(self, r=self.r.index_copy(0, rows, fz - z))
+        r = self.r.index_copy(0, rows, fz - z)
+        return replace(self, r=r, ahead=self.ahead.index_copy(0, rows, fz), size=norm(r))
 
 
 @dataclass(frozen=True)
@@ -271,11 +279,11 @@ class Neumann(Solver):
 
     def init(self, fn: Map, z0: Tensor) -> NeumannState:
         r, evals = _start(_linear(self, fn), z0)
-        return NeumannState(z0, evals, r)
+        return NeumannState.at(z0, r, evals)
 
     def step(self, fn: Map, state: State) -> NeumannState:
         assert isinstance(state, NeumannState)
-        return NeumannState(state.z + state.r, state.evals + 1, _linear(self, fn).product(state.r))
+        return NeumannState.at(state.ahead, _linear(self, fn).product(state.r), state.evals + 1)
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,10 @@ class Map(Tree, ABC):
 
         return Jacobian(jvp=jvp, vjp=lambda v: pull(v)[0], symmetric=self.symmetric)
 
+    def value_and_jacobian(self, z: Tensor) -> tuple[Tensor, Jacobian]:
+        """f(z) and the Jacobian at z; maps whose two have a part in common override this."""
+        return self(z), self.linearize(z)
+
     def select(self, rows: Tensor) -> Self:
         """The map of some samples only."""
         return self.replace_leaves(lambda leaf: leaf.tensor.index_select(0, rows) if leaf.per_sample else leaf.tensor)

@@ -87,7 +87,11 @@ class DeepMap(Map):
 
     def linearize(self, z: Tensor) -> Jacobian:
         """J = J_L ... J_1, each at its own z_{l-1}."""
-        parts = [layer.linearize(point) for layer, point in zip(self.layers, self.path(z), strict=False)]
+        parts = []
+        for layer in self.layers[:-1]:
+            z, part = layer.value_and_jacobian(z)
+            parts.append(part)
+        parts.append(self.layers[-1].linearize(z))
 
         def jvp(v: Tensor) -> Tensor:
             for part in parts:

@@ -49,7 +49,14 @@ class OptEqMap(Map):
 
     def linearize(self, z: Tensor) -> Jacobian:
         """J = (alpha / mu) W' D W + (1 - alpha) I, D = diag(sigma'(W z + u)): symmetric."""
-        slope = self.sigma.derivative(self.hidden(z))
+        return self._jacobian(self.hidden(z))
+
+    def value_and_jacobian(self, z: Tensor) -> tuple[Tensor, Jacobian]:
+        a = self.hidden(z)
+        return blend(self.alpha, self.lift(self.sigma(a)), z), self._jacobian(a)
+
+    def _jacobian(self, a: Tensor) -> Jacobian:
+        slope = self.sigma.derivative(a)
 
         def product(v: Tensor) -> Tensor:
             return blend(self.alpha, self.lift(slope * self.W(v)), v)
