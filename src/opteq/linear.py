@@ -190,11 +190,13 @@ class DualCGState(State):
     moved: bool
 
     def candidate(self, fn: Map, rows: Tensor | None = None) -> Tensor:
-        assert isinstance(fn, LinearDual)
-        x, unit, g, z, root = (part if rows is None else part[rows] for part in (self.x, self.unit, self.g, self.z, fn.root))
         if not self.moved:
-            return z
-        return fn.base.lift(x * root).mul_(unit[:, None]).add_(g).div_(fn.base.alpha).add_(z)
+            return super().candidate(fn, rows)
+        assert isinstance(fn, LinearDual)
+        if rows is None:
+            return fn.base.lift(self.x * fn.root).mul_(self.unit[:, None]).add_(self.g).div_(fn.base.alpha).add_(self.z)
+        step = fn.base.lift(self.x[rows].mul_(fn.root[rows])).mul_(self.unit[rows, None])
+        return step.add_(self.g[rows]).div_(fn.base.alpha).add_(self.z[rows])
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         """The residual is W' D^1/2 r / mu, of norm |r| / sqrt(mu) at most; alpha^2 |v - z|^2 = 1 + (<b, x> + |x|^2) / mu, in units.
@@ -257,20 +259,12 @@ class NeumannState(State):
 
     exact: ClassVar[bool] = False
     r: Tensor
-    ahead: Tensor  # z + r
-    size: Tensor  # |r|
-
-    @classmethod
-    def at(cls, z: Tensor, r: Tensor, evals: int) -> Self:
-        """The state at z."""
-        return cls(z, evals, r, z + r, norm(r))
 
     def estimate(self) -> tuple[Tensor, Tensor]:
-        return self.size, norm(self.ahead)
+        return norm(self.r), norm(self.z + self.r)
 
     def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
-        r = self.r.index_copy(0, rows, fz - z)
-        return replace(self, r=r, ahead=self.ahead.index_copy(0, rows, fz), size=norm(r))
+        return replace(self, r=self.r.index_copy(0, rows, fz - z))
 
 
 @dataclass(frozen=True)
@@ -279,11 +273,11 @@ class Neumann(Solver):
 
     def init(self, fn: Map, z0: Tensor) -> NeumannState:
         r, evals = _start(_linear(self, fn), z0)
-        return NeumannState.at(z0, r, evals)
+        return NeumannState(z0, evals, r)
 
     def step(self, fn: Map, state: State) -> NeumannState:
         assert isinstance(state, NeumannState)
-        return NeumannState.at(state.ahead, _linear(self, fn).product(state.r), state.evals + 1)
+        return NeumannState(state.z + state.r, state.evals + 1, _linear(self, fn).product(state.r))
 
 
 @dataclass(frozen=True)

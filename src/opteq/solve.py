@@ -485,7 +485,7 @@ class _Loop:
             better &= ~(residual.nan_to_num(0.0, math.inf).max() >= self.residual.max())
         self.keep(good | (better & ~(risen & (growth > self.far))), z, residual)
         if self.trace is not None:
-            self.trace = self.traced(self.trace, state, known, residual)
+            self.trace = self.traced(self.trace, state, z, known, residual)
         lost = runaway | risen & (growth > (self.far if last else self.too_far))
         self.finish(good, 0, step)
         self.finish(~finite, _NONFINITE, step)
@@ -516,19 +516,22 @@ class _Loop:
     def verify(self, state: State, wanted: Tensor, size: Tensor, scale: Tensor) -> tuple[State, Tensor, Tensor, Tensor]:
         """Evaluate f at the iterates of the wanted rows, and put the truth in place of the estimate."""
         rows = wanted.nonzero()[:, 0]
-        if self.fn.independent and 4 * rows.numel() <= 3 * wanted.numel():
-            fn, at = self.fn.select(rows), state.candidate(self.fn, rows)
-            z = state.z.index_copy(0, rows, at)
+        part = self.fn.independent and 2 * rows.numel() <= wanted.numel()
+        if part:
+            at = state.candidate(self.fn, rows)
+            fn = self.fn.select(rows)
         else:  # copying so many samples would cost more than evaluating all
-            fn, rows = self.fn, torch.arange(wanted.numel(), device=wanted.device)
-            z = at = state.candidate(self.fn)
+            fn, at, rows = self.fn, state.candidate(self.fn), torch.arange(wanted.numel(), device=wanted.device)
         value = fn(at)
         self.evals += 1
         size, scale = size.index_copy(0, rows, norm(value - at)), scale.index_copy(0, rows, norm(value))
         failed = (wanted & ~self.meets(size, scale))[rows]
         if failed.any():
             state = state.corrected(rows[failed], at[failed], value[failed])
-        return state, z, size, scale
+        del fn, value  # makes room for what follows
+        if part:
+            at = state.z if type(state).candidate is State.candidate else state.z.index_copy(0, rows, at)
+        return state, at, size, scale
 
     def turns(self, state: State, z: Tensor, size: Tensor, scale: Tensor) -> Tensor:
         """Whether the residual is rounding only, or changes along itself: for f(z) = z + 1 it does neither, however large z."""
@@ -571,10 +574,10 @@ class _Loop:
             self.best_owned = True
             self.best[self.rows[mask]] = z[mask]
 
-    def traced(self, trace: Trace, state: State, known: Tensor, residual: Tensor) -> Trace:
+    def traced(self, trace: Trace, state: State, z: Tensor, known: Tensor, residual: Tensor) -> Trace:
         """The trace with the live rows of this step. What the solver only estimates is measured, but told to nobody else."""
-        z = state.candidate(self.fn)
         if not known[self.live].all():
+            z = torch.where(per_sample_like(known, z), z, state.candidate(self.fn))
             value = self.fn(z)
             residual = torch.where(known, residual, relative(norm(value - z), norm(value)))
         return trace.then(self.rows[self.live], residual[self.live], state.evals + self.evals, z[self.live])

@@ -127,14 +127,18 @@ def _newton_step(fn: DualForm, state: DualNewtonState, active: Tensor, forcing: 
     live = active & (size > 0)
     unit = torch.where(live, size, 1)[:, None]
     r.mul_(live[:, None] / unit)  # of size 1, or 0: no scale overflows
-    delta, p, found = state.gap.clone(), r.clone(), torch.zeros_like(r)
+    delta, p, found = None, r.clone(), torch.zeros_like(r)
     rr, rows, products = live.to(r.dtype), torch.arange(len(r), device=r.device), 0
     while products < inner_steps and live.any():
         if 2 * int(live.sum()) <= live.numel():
-            delta.index_add_(0, rows, found * unit[rows])
+            delta = state.gap.clone() if delta is None else delta
+            delta.index_add_(0, rows, found.mul_(unit[rows]))
+            del found  # one after the other: the old one is freed before the next is made
             kept = live.nonzero()[:, 0]
-            root, r, p, rr, live, rows = (part[kept] for part in (root, r, p, rr, live, rows))
-            found = torch.zeros_like(r)
+            root = root[kept]
+            r = r[kept]
+            p = p[kept]
+            rr, live, rows, found = rr[kept], live[kept], rows[kept], torch.zeros_like(r)
         q = root * p
         Gq = q @ G
         products += 1
@@ -147,4 +151,5 @@ def _newton_step(fn: DualForm, state: DualNewtonState, active: Tensor, forcing: 
         before, rr = rr, dot(r, r)
         p.mul_(torch.where(live, rr / before, 0)[:, None]).add_(r)
         live = live & (rr > forcing**2)
-    return delta.index_add_(0, rows, found * unit[rows]), products
+    found.mul_(unit[rows])
+    return found.add_(state.gap) if delta is None else delta.index_add_(0, rows, found), products
