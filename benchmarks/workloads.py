@@ -13,6 +13,7 @@ from torch.nn.functional import conv2d, conv_transpose2d, relu
 from opteq import Cell, Equilibrium, Stop
 from opteq.cells import ConvOptEq, DeepOptEq, GaussianDEQ, Monotone, OptEq
 from opteq.gradients import Implicit
+from opteq.spectral import operator_norm
 
 Function: TypeAlias = Callable[[Tensor], Tensor]
 Numbers: TypeAlias = list[Tensor]
@@ -125,9 +126,13 @@ def plain_deep(cell: DeepOptEq, x: Tensor) -> Function:
 
 
 def deep(title: str, channels: int, hidden: tuple[int, ...], size: int, batch: int, tol: float, **kwargs: Any) -> Problem:
-    """Convolutional layers, one after the other."""
+    """Convolutional layers of norm 0.95, as trained ones tend to have, one after the other."""
     torch.manual_seed(0)
-    cell = DeepOptEq([ConvOptEq(channels, channels, count, 3, alpha=0.8) for count in hidden])
+    layers = [ConvOptEq(channels, channels, count, 3, alpha=0.8) for count in hidden]
+    with torch.no_grad():
+        for layer in layers:
+            layer.W *= 0.95 / float(operator_norm(layer.operator(), (size, size)))
+    cell = DeepOptEq(layers)
     return Problem(title, cell, torch.randn(batch, channels, size, size), tol, plain_deep, **kwargs)
 
 
