@@ -1,4 +1,4 @@
-"""Linear maps on batches, each with its exact adjoint: <W z, s> = <z, W' s>."""
+"""Linear maps on batches, each with its exact adjoint: <W z, s> = <z, W' s>; and what is made of one once, for many solves."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

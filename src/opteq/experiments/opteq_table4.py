@@ -1,7 +1,7 @@
 """Table 4 of "Optimization induced equilibrium networks": CIFAR-10 with about 170,000 parameters, against other implicit networks.
 
 Deep OptEq with the channels 16, 32, 64, 64, 128 behind a single convolution, a monotone operator network (MON) of one convolution,
-a neural ODE, an augmented neural ODE, and the plain network of layers of Table 3, all of 162k to 172k parameters. The paper trains
+a neural ODE, an augmented neural ODE, and the plain network of layers of Table 3, all of 160k to 172k parameters. The paper trains
 for 200 epochs on a GPU; the accuracies that it prints are in `PAPER` (that of the plain network is Table 3's, of 199k parameters).
 It does not say how long each takes. Here OptEq and the plain network have batch norms, which the paper's equations have not, and
 OptEq's weights are held in ||W||^2 <= 1.

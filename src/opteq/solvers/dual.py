@@ -11,7 +11,7 @@ from opteq.convex import DualForm, DualState
 
 _RISE = 2.0  # a Newton step may leave this multiple of the best residual: on hard problems it first rises
 _CUTS = 8  # trials of a shorter step
-_PATIENCE = 6  # Newton steps without a new best residual before plain steps are taken again
+_PATIENCE = 6  # Newton steps without a new best residual before plain steps are taken
 
 
 @dataclass(frozen=True)
