@@ -62,6 +62,7 @@ from opteq.cells.wide import WideMap
 from opteq.convex import ConvexMap
 from opteq.gradients import Implicit
 from opteq.linear import CG, GMRES
+from opteq.operators import Factors
 from opteq.regularizers import HSIC, L1, L2, Decorrelation, Incay
 from opteq.solvers import Accelerated, Newton, Picard
 
@@ -849,6 +850,20 @@ def test_the_default_solver_needs_no_more_steps_than_are_allowed_by_default(seed
     cell, x = hard_cell(seed), random_matrix(3, 3, seed=1)
     assert cell.activation.name == "soft_threshold"
     assert Equilibrium(cell, on_failure="ignore").solve(x).status is Status.CONVERGED
+
+
+def test_the_gram_matrix_is_made_once_for_both_solves_and_has_derivatives_where_they_are_wanted(monkeypatch):
+    torch.manual_seed(0)
+    cell, x = OptEq(3, 6, 5), torch.randn(4, 3)
+    fn, kept = cell.bind(x), []
+    get = Factors.get
+    monkeypatch.setattr(Factors, "get", lambda *args: kept.append(get(*args)) or kept[-1])
+    layer_of(cell, None, Stop()).solve(x).z.sum().backward()
+    assert len(kept) == 2
+    assert kept[0] is kept[1]
+    with torch.no_grad():
+        assert not fn.dual().G.requires_grad
+    assert fn.dual().G.requires_grad
 
 
 @pytest.mark.parametrize(("low", "high", "most"), [(0.1, 0.5, 7), (0.8, 0.99, 26), (0.985, 0.99, 10), (0.9, 0.9999, 30)])
