@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from opteq.batch import norm, per_sample_like
+from opteq.batch import laid_out, norm, per_sample_like
 from opteq.checks import is_transformed
 from opteq.linear import LinearizedMap
 from opteq.solve import Map, Solution, Solver, Status, Stop, Trace, check_tensor, pullback, solve
@@ -308,6 +308,7 @@ def _partial(template: Map, operands: Sequence[Tensor], wanted: Sequence[int], z
 
 def _linearized(fn: Map, z: Tensor, g: Tensor, problem: Problem, *, transposed: bool, closed: bool) -> Tensor:
     """v = J'v + g or v = Jv + g, attached to the graph of z, g and the tensors of fn."""
+    g = laid_out(g, z)
     equation = LinearizedMap(fn, transposed, z, g)
     phase = "backward" if transposed else "tangent"
     return equilibrium(equation, torch.zeros_like(g), problem.derived(fn, z.dtype, phase), closed=closed)[0].z

@@ -11,9 +11,59 @@ def flat(z: Tensor) -> Tensor:
     return z.reshape(z.shape[0], math.prod(z.shape[1:]))
 
 
+def channels_together(z: Tensor) -> bool:
+    """Whether z are images [batch, channels, height, width] whose channels lie together in memory: torch.channels_last."""
+    if z.ndim != 4:
+        return False
+    channels, height, width = z.shape[1:]
+    return z.stride() == (channels * height * width, 1, width * channels, channels)
+
+
+def quick_images(z: Tensor) -> Tensor:
+    """Images with their channels together, on a CPU: convolutions are then up to a quarter faster, depthwise ones twice as fast."""
+    if z.device.type != "cpu" or z.ndim != 4 or channels_together(z):
+        return z
+    return z.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def blank_images(x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
+    """Zeros for images of the size of those in x, laid out as `quick_images` does."""
+    batch, _, height, width = x.shape
+    if x.device.type != "cpu":
+        return torch.zeros(batch, channels, height, width, dtype=dtype, device=x.device)
+    return torch.zeros(batch, height, width, channels, dtype=dtype, device=x.device).permute(0, 3, 1, 2)
+
+
+def laid_out(z: Tensor, like: Tensor) -> Tensor:
+    """z with its numbers in the order of memory in which those of another tensor of its shape are."""
+    if channels_together(like):
+        return z if channels_together(z) else z.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    return z.contiguous()
+
+
+def lined(z: Tensor, like: Tensor | None = None) -> Tensor:
+    """Each sample as one row [batch, n], in the order in which its numbers, or those of another tensor, lie in memory."""
+    return flat(z.permute(0, 2, 3, 1)) if channels_together(z if like is None else like) else flat(z)
+
+
+def unlined(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows [batch, n] in the shape of another tensor: the inverse of `lined(., like)`."""
+    if not channels_together(like):
+        return rows.view_as(like)
+    batch, channels, height, width = like.shape
+    return rows.view(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
+def taken(z: Tensor, rows: Tensor) -> Tensor:
+    """Some samples, in the order of memory in which they were."""
+    if not channels_together(z):
+        return z.index_select(0, rows)
+    return z.permute(0, 2, 3, 1).index_select(0, rows).permute(0, 3, 1, 2)
+
+
 def norm(z: Tensor) -> Tensor:
     """The Euclidean norm of each sample, also where squares overflow or vanish: 1e30 and 1e-30 are fine in float32."""
-    rows = flat(z)
+    rows = lined(z)
     plain: Tensor = torch.linalg.vector_norm(rows, dim=1)
     info = torch.finfo(z.dtype)
     least = math.sqrt(info.tiny) / info.eps
@@ -31,7 +81,7 @@ def norm(z: Tensor) -> Tensor:
 
 def sound_samples(x: Tensor) -> Tensor:
     """Which samples are finite throughout."""
-    return flat(x.isfinite()).all(dim=1)
+    return lined(x.isfinite()).all(dim=1)
 
 
 def per_sample_like(values: Tensor, z: Tensor) -> Tensor:
@@ -41,7 +91,7 @@ def per_sample_like(values: Tensor, z: Tensor) -> Tensor:
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """<a, b> for each sample."""
-    return flat(a * b).sum(1)
+    return lined(a * b).sum(1)
 
 
 def dots(rows: Tensor, v: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.autograd import underlying
-from opteq.batch import per_sample_like, sound_samples
+from opteq.batch import channels_together, laid_out, per_sample_like, sound_samples
 from opteq.checks import all_finite, check_finite, check_floating, check_instance, invalid
 from opteq.gradients import Gradient, Implicit
 from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop
@@ -200,7 +200,8 @@ class Equilibrium(nn.Module):
             raise TypeError(f"{owner}.bind must return a Map; FunctionCell makes one of any function. Got {got} instead.")
         fn = fn.to(start.dtype)
         with _refusing_layers(self.cell):
-            return self.gradient.attach(fn, start, self.solver, self.stop, _Policy(self, _observers.get(), self.on_failure))
+            solution = self.gradient.attach(fn, start, self.solver, self.stop, _Policy(self, _observers.get(), self.on_failure))
+        return solution if channels_together(x) else replace(solution, z=solution.z.contiguous())
 
     def _start(self, x: Tensor, z0: Tensor | None) -> Tensor:
         initial = self.cell.initial(x)
@@ -210,7 +211,7 @@ class Equilibrium(nn.Module):
         if z0.shape != initial.shape or z0.device != initial.device:
             expected = f"of shape {list(initial.shape)} on {initial.device}"
             raise ValueError(invalid(self, "z0", expected, f"{list(z0.shape)} on {z0.device}"))
-        return z0.detach()
+        return laid_out(z0.detach(), initial)
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, stop={self.stop}, gradient={self.gradient}, on_failure={self.on_failure!r}"

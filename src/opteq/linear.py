@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from opteq.batch import at_least_single, combine, dot, dots, flat, norm, per_sample_like
+from opteq.batch import at_least_single, combine, dot, dots, lined, norm, per_sample_like, unlined
 from opteq.checks import check_integer
 from opteq.convex import ConvexMap, raised
 from opteq.solve import Jacobian, Map, Solver, State, per_sample
@@ -315,7 +315,7 @@ class GMRESState(State):
         """z + V' y."""
         if self.j == 0:
             return self.z
-        return combine(self.weights(), self.V[:, : self.j]).view_as(self.z).add_(self.z)
+        return unlined(combine(self.weights(), self.V[:, : self.j]), self.z).add_(self.z)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         size = self.beta * self.Q[:, self.j, 0].abs()
@@ -354,7 +354,7 @@ def _cycle(z: Tensor, r: Tensor, V: Tensor, evals: int) -> GMRESState:
     """The first state of a cycle from z with residual r; V is overwritten."""
     batch, rows = V.shape[:2]
     beta = norm(r)
-    V[:, 0].copy_(flat(r)).div_(torch.where(beta > 0, beta, 1)[:, None])
+    V[:, 0].copy_(lined(r, z)).div_(torch.where(beta > 0, beta, 1)[:, None])
     Q = torch.eye(rows, dtype=V.dtype, device=V.device).repeat(batch, 1, 1)
     return GMRESState(z, evals, V, V.new_zeros(batch, rows - 1, rows - 1), Q, beta, norm(z), 0)
 
@@ -362,8 +362,8 @@ def _cycle(z: Tensor, r: Tensor, V: Tensor, evals: int) -> GMRESState:
 def _expand(product: Callable[[Tensor], Tensor], state: GMRESState) -> GMRESState:
     """One more column of H, rotated into R."""
     V, R, Q, j = state.V, state.R, state.Q, state.j
-    v = V[:, j].view_as(state.z)
-    w = flat(v - product(v))
+    v = unlined(V[:, j], state.z)
+    w = lined(v - product(v), state.z)
     basis = V[:, : j + 1]
     h = torch.zeros_like(basis[:, :, 0])
     for _ in range(2):

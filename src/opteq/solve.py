@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq.batch import compacted, norm, per_sample_like
+from opteq.batch import compacted, norm, per_sample_like, taken, unlined
 from opteq.checks import check_floating, check_instance, check_integer, check_number, invalid, is_transformed
 from opteq.tree import Leaf, Tree, per_sample
 
@@ -123,7 +123,7 @@ class Map(Tree, ABC):
 
     def select(self, rows: Tensor) -> Self:
         """The map of some samples only."""
-        return self.replace_leaves(lambda leaf: leaf.tensor.index_select(0, rows) if leaf.per_sample else leaf.tensor)
+        return self.replace_leaves(lambda leaf: taken(leaf.tensor, rows) if leaf.per_sample else leaf.tensor)
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same map with its floating-point tensors in a dtype."""
@@ -181,7 +181,7 @@ class State(Tree, ABC):
         """The state of some samples only; the rows ascend."""
 
         def kept(leaf: Leaf) -> Tensor:
-            return compacted(leaf.tensor, rows, self.slots()) if leaf.name in self.history else leaf.tensor.index_select(0, rows)
+            return compacted(leaf.tensor, rows, self.slots()) if leaf.name in self.history else taken(leaf.tensor, rows)
 
         return self.replace_leaves(kept)
 
@@ -222,7 +222,7 @@ def residual_at(z: Tensor, fz: Tensor) -> dict[str, Tensor]:
 
 def moved(fn: Map, z: Tensor, move: Tensor) -> dict[str, Tensor]:
     """The fields of a ResidualState at z + move, the move given as rows."""
-    z = z + move.view_as(z)
+    z = z + unlined(move, z)
     del move  # the caller has no other use of it, and f may need the memory
     return residual_at(z, fn(z))
 

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from torch.nn.utils import parametrize
 
 from opteq.activations import Activation, find_activation
+from opteq.batch import blank_images, quick_images
 from opteq.checks import check_instance, check_integer, check_number, check_shape, invalid
 from opteq.convex import ConvexMap, DualMap
 from opteq.equilibrium import Cell
@@ -242,12 +243,12 @@ class _ImageCell(OptEqCell):
 
     def initial(self, x: Tensor) -> Tensor:
         self._check_image(x)
-        return torch.zeros(x.shape[0], self.channels, *x.shape[2:], dtype=self.promoted(x), device=x.device)
+        return blank_images(x, self.channels, self.promoted(x))
 
     def injection(self, x: Tensor) -> Tensor:
         self._check_image(x)
         dtype = self.promoted(x)
-        return self._inject(x.to(dtype)) + self.b.to(dtype)[:, None, None]
+        return self._inject(quick_images(x.to(dtype))) + self.b.to(dtype)[:, None, None]
 
     @abstractmethod
     def _inject(self, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
+from opteq.batch import quick_images
 from opteq.cells.multiscale import group_norm
 from opteq.checks import check_finite, check_floating, check_instance, check_integer, invalid
 
@@ -111,7 +112,7 @@ class Checked(nn.Sequential):
 
     def forward(self, x: Tensor) -> Any:
         check_images(self, x, self.in_channels, self.least)
-        return nn.Sequential.forward(self, x)  # type: ignore[no-untyped-call]
+        return nn.Sequential.forward(self, quick_images(x))  # type: ignore[no-untyped-call]
 
     def __getitem__(self, index: Any) -> Any:
         """One layer, or a slice of them as a plain nn.Sequential."""

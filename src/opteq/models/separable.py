@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.activations import Activation
+from opteq.batch import blank_images, quick_images
 from opteq.cells import DepthwiseOptEq
 from opteq.cells.optimization import OptEqCell
 from opteq.models.parts import check_images
@@ -107,12 +108,12 @@ class TwofoldOptEq(OptEqCell):
     def injection(self, x: Tensor) -> Tensor:
         check_images(self, x, self.in_channels, 1)
         dtype = self.promoted(x)
-        product: Tensor = _chain([kernel.to(dtype) for kernel in self.U], self.in_channels)(x.to(dtype))
+        product: Tensor = _chain([kernel.to(dtype) for kernel in self.U], self.in_channels)(quick_images(x.to(dtype)))
         return product + self.b.to(dtype)[:, None, None]
 
     def initial(self, x: Tensor) -> Tensor:
         check_images(self, x, self.in_channels, 1)
-        return torch.zeros(x.shape[0], self.channels, *x.shape[2:], dtype=self.promoted(x), device=x.device)
+        return blank_images(x, self.channels, self.promoted(x))
 
 
 def _kernels(channels: int, hidden: int) -> list[Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from opteq.batch import flat, norm, per_sample_like
+from opteq.batch import dot, norm, per_sample_like
 from opteq.checks import check_number
 from opteq.convex import DualForm, DualState
 from opteq.solve import Map, ResidualState, Solver, State, first_value, residual_at
@@ -85,7 +85,7 @@ class Accelerated(Solver):
     def _extrapolate(self, value: Tensor, before: Tensor, r: Tensor, t: Tensor, worse: Tensor) -> tuple[Tensor, Tensor]:
         """The next point, and t_{k+1}."""
         move = value - before
-        opposed = flat(r * move).sum(1) < 0
+        opposed = dot(r, move) < 0
         t = torch.where(opposed | worse, 1.0, t)
         following = (1 + torch.sqrt(1 + 4 * t * t)) / 2
         beta = (t - 1) / following

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.batch import at_least_single, dots, flat, norm
+from opteq.batch import at_least_single, dots, flat, lined, norm
 from opteq.checks import check_integer, check_number
 from opteq.solve import Map, ResidualState, Solver, State, first_value, moved, residual_at
 
@@ -70,7 +70,7 @@ class Anderson(Solver):
 
     def _move(self, state: AndersonState) -> Tensor:
         """The step, which is also left in the slot of dG that comes next."""
-        r = flat(state.r)
+        r = lined(state.r, state.z)
         if state.used:
             weights, rows = self._weights(state, r), state.dG[:, : state.used]
             move = torch.baddbmm(r[:, None], weights[:, None], rows, beta=self.mixing, alpha=-1)[:, 0]
@@ -99,7 +99,7 @@ class Anderson(Solver):
             best = torch.minimum(state.best, size)
             return replace(state, evals=state.evals + 1, **fields, best=best, brisk=brisk, slot=slot, used=state.used)
         dr, dg = state.dR[:, slot], state.dG[:, slot]
-        torch.sub(flat(fields["r"]), flat(state.r), out=dr)
+        torch.sub(lined(fields["r"], state.z), lined(state.r, state.z), out=dr)
         dg.add_(dr, alpha=self.mixing)
         length, noise = norm(dr), 2 * torch.finfo(dr.dtype).eps * fields["scale"]  # below the noise, a change is only rounding
         inverse = torch.where((length > noise) & ~brisk, 1 / length, 0)[:, None]

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opteq.batch import combine, dots, flat, norm, per_sample_like
+from opteq.batch import combine, dots, flat, lined, norm, per_sample_like
 from opteq.checks import check_integer, check_number
 from opteq.solve import Map, ResidualState, Solver, State, first_value, moved, residual_at
 
@@ -65,7 +65,7 @@ class Broyden(Solver):
 
     def _move(self, state: BroydenState, slot: int) -> Tensor:
         """s = -B r, damped; it is also left in the slot of U that comes next."""
-        move = _apply(state.U[:, : state.slot], state.V[:, : state.slot], flat(state.r)).mul_(-state.damping[:, None])
+        move = _apply(state.U[:, : state.slot], state.V[:, : state.slot], lined(state.r, state.z)).mul_(-state.damping[:, None])
         state.U[:, slot] = move
         return move
 
@@ -76,7 +76,7 @@ class Broyden(Solver):
         """
         U, V, u, v = state.U[:, :slot], state.V[:, :slot], state.U[:, slot], state.V[:, slot]  # u holds s
         eps = torch.finfo(u.dtype).eps
-        torch.sub(flat(fields["r"]), flat(state.r), out=v)  # y
+        torch.sub(lined(fields["r"], state.z), lined(state.r, state.z), out=v)  # y
         usable = norm(v) > 2 * eps * fields["scale"]
         length = norm(u)
         unit = torch.where(length > 0, 1 / length, 0)[:, None]  # the update does not depend on the scale
