@@ -45,13 +45,19 @@ from opteq.recipes import Data, Recipe, Repeat, Residual, Solve
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "judge", "main", "recipes", "run"]
+__all__ = ["ABOUT", "CLAIMS", "PRESETS", "WHY", "Config", "figure", "judge", "main", "recipes", "run"]
 
 NAME = "monotone_fig44"
 ABOUT = (__doc__ or "").split("\n")[0]
 CLAIMS = {
     "basin": "The more often f is applied, in the order 6, 11, 18, DEQ, the wider the basin below half of the way to guessing.",
     "same_level": "So it is when the level is the same for all networks.",
+}
+WHY = {
+    "basin": "The widths are in the order claimed, 1.07, 1.11, 1.11, 1.21, and so are the diameters but for one pair: those of 11 "
+    "and 18 applications are 1% apart, where the standard error of a width is 4%. There is one seed.",
+    "same_level": "At one level the widths are 1.22, 1.26, 1.25, 1.21, equal within their standard errors of 0.05. After the same "
+    "400 steps the DEQ has a training loss of 0.83, the others of 0.5, so that the level is less far above its minimum.",
 }
 
 
