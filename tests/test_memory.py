@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -103,13 +103,21 @@ def test_memory_of_newton_does_not_grow_with_the_number_of_steps(even: bool) -> 
     assert many <= few + 1.5
 
 
+def test_gmres_holds_no_basis_where_the_series_is_quick() -> None:
+    fn = lean(True, Lean)
+    equation = LinearizedMap(replace(fn, s=0.25 * fn.s), False, torch.zeros(BATCH, N), fn.c)
+    highest, found = peak(lambda: solve(equation, torch.zeros(BATCH, N), GMRES(), Stop(rtol=1e-5)))
+    assert bool(found.converged.all())
+    assert highest <= 8
+
+
 def bound(solver: Solver) -> float:
     """How many states a solve may hold at one time; the last term is for the small matrices of each sample."""
     match solver:
         case Anderson(memory=memory) | Broyden(memory=memory):
             return 2 * memory + 6 + 2 * memory**2 / N
         case GMRES(restart=restart):
-            return restart + 7 + 2 * (restart + 1) ** 2 / N
+            return restart + 8 + 2 * (restart + 1) ** 2 / N  # the basis, and the sum of the series
         case CG() | Newton():
             return 12
         case _:

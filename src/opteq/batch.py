@@ -35,10 +35,10 @@ def blank_images(x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
 
 
 def laid_out(z: Tensor, like: Tensor) -> Tensor:
-    """z with its numbers in the order of memory in which those of another tensor of its shape are."""
-    if channels_together(like):
-        return z if channels_together(z) else z.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    return z.contiguous()
+    """z with its channels together in memory if those of another tensor of its shape are, else not."""
+    if channels_together(like) == channels_together(z):
+        return z
+    return z.contiguous() if channels_together(z) else z.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def lined(z: Tensor, like: Tensor | None = None) -> Tensor:

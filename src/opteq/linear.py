@@ -4,7 +4,6 @@ They are Solvers like any other and run in the one loop of `solve`, which stops 
 M is the Jacobian of a map, or its transpose, known by its products only.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Self
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opteq.batch import at_least_single, combine, dot, dots, lined, norm, per_sample_like, unlined
-from opteq.checks import check_integer
+from opteq.checks import check_integer, check_number
 from opteq.convex import ConvexMap, raised
 from opteq.solve import Jacobian, Map, Solver, State, per_sample
 
@@ -282,27 +281,32 @@ class Neumann(Solver):
 
 @dataclass(frozen=True)
 class GMRESState(State):
-    """One cycle of Arnoldi's method from z: (I - M) V' = V' H, and H = Q' R by accumulated rotations."""
+    """Arnoldi's method from z, for each sample: (I - M) V' = V' H, and H = Q' R by accumulated rotations.
+
+    V, R and Q change in place. A sample that sums the series has no columns: z is its sum so far, and beta V_0 its next term.
+    """
 
     exact: ClassVar[bool] = False
     history: ClassVar[tuple[str, ...]] = ("V",)
-    V: Tensor  # [batch, restart + 1, n], orthonormal rows
+    V: Tensor  # [batch, slots, n]: j + 1 orthonormal rows, then zeros; what is beyond slot `top` is not defined
     R: Tensor  # [batch, restart, restart], upper triangular
     Q: Tensor  # [batch, restart + 1, restart + 1], orthogonal
     beta: Tensor  # [batch], the residual at z
     reach: Tensor  # [batch], |z|
-    j: int  # columns so far
+    j: Tensor  # [batch], columns so far
+    brisk: Tensor  # [batch] bool: the sample sums the series
+    top: int  # the largest j
 
     def slots(self) -> int:
-        return self.j + 1
+        return self.top + 1
 
     def weights(self) -> Tensor:
-        """y [batch, j], the least-squares solution min |beta e1 - H y|."""
-        j = self.j
-        R, rhs = self.R[:, :j, :j], self.beta[:, None] * self.Q[:, :j, 0]
+        """y [batch, top], the least-squares solution min |beta e1 - H y|; 0 beyond the columns of a sample."""
+        top = self.top
+        R, rhs = self.R[:, :top, :top], self.beta[:, None] * self.Q[:, :top, 0]
         diagonal = R.diagonal(dim1=1, dim2=2)
         floor = torch.finfo(R.dtype).eps * diagonal.amax(dim=1, keepdim=True)
-        singular = ~(diagonal > floor)  # a breakdown: leave that direction out
+        singular = ~(diagonal > floor)  # a breakdown, or no column: leave that direction out
         R = R + torch.diag_embed(singular.to(R.dtype))
         rhs = torch.where(singular, 0, rhs)[:, :, None]
         y: Tensor = torch.linalg.solve_triangular(at_least_single(R), at_least_single(rhs), upper=True)
@@ -313,58 +317,109 @@ class GMRESState(State):
 
     def iterate(self) -> Tensor:
         """z + V' y."""
-        if self.j == 0:
+        if self.top == 0:
             return self.z
-        return unlined(combine(self.weights(), self.V[:, : self.j]), self.z).add_(self.z)
+        return unlined(combine(self.weights(), self.V[:, : self.top]), self.z).add_(self.z)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
-        size = self.beta * self.Q[:, self.j, 0].abs()
-        length = norm(self.weights()) if self.j else torch.zeros_like(size)
-        return size, torch.maximum(torch.hypot(self.reach, length), size)
+        if self.top == 0:
+            return self.beta, torch.maximum(self.reach, self.beta)
+        size = self.beta * self.Q[:, :, 0].gather(1, self.j[:, None])[:, 0].abs()
+        return size, torch.maximum(torch.hypot(self.reach, norm(self.weights())), size)
 
 
 @dataclass(frozen=True)
 class GMRES(Solver):
-    """min |g - (I - M) v| over growing Krylov spaces, begun anew every `restart` steps; one product a step, restart + 3 vectors.
+    """min |g - (I - M) v| over growing Krylov spaces, begun anew every `restart` steps; one product a step, restart + 4 vectors.
 
-    Saad and Schultz (1986), with Gram-Schmidt done twice.
+    `brisk`: while each term of the series v = g + M g + ... has at most this part of the length of the last, a sample sums the
+    series, which needs three vectors and no projections; 0: never. Saad and Schultz (1986), with Gram-Schmidt done twice.
     """
 
     restart: int = 30
+    brisk: float = 0.3
 
     def __post_init__(self) -> None:
         check_integer(self, "restart", self.restart, 1)
+        check_number(self, "brisk", self.brisk, 0.0, 1.0, open_high=True)
 
     def init(self, fn: Map, z0: Tensor) -> GMRESState:
         r, evals = _start(_linear(self, fn), z0)
-        batch, n = z0.shape[0], r[0].numel()
-        V = r.new_empty(batch, min(self.restart, n) + 1, n)
-        return _cycle(z0, r, V, evals)
+        beta, j = norm(r), torch.zeros(len(z0), dtype=torch.long, device=z0.device)
+        V = lined(r, z0).div(torch.where(beta > 0, beta, 1)[:, None])[:, None]
+        R, Q = V.new_empty(len(V), 0, 0), V.new_empty(len(V), 0, 0)  # made when a sample needs them
+        brisk = torch.full_like(j, self.brisk > 0, dtype=torch.bool)
+        return GMRESState(z0, evals, V, R, Q, beta, norm(z0), j, brisk, top=0)
 
     def step(self, fn: Map, state: State) -> GMRESState:
         assert isinstance(state, GMRESState)
-        fn = _linear(self, fn)
-        if state.j == state.R.shape[1]:
-            z = state.iterate()
-            state = _cycle(z, fn(z) - z, state.V, state.evals + 1)
-        return _expand(fn.product, state)
+        fn, most = _linear(self, fn), min(self.restart, state.V.shape[2])
+        state = replace(state, top=int(state.j.max()))  # samples may have been dropped
+        if state.top == most:
+            state = _renewed(fn, state, state.j == most)
+        v = _last(state)
+        image = lined(fn.product(unlined(v, state.z)), state.z)
+        rate = norm(image)
+        state = replace(state, evals=state.evals + 1, brisk=state.brisk & (rate <= self.brisk))
+        if state.brisk.all():
+            return _summed(state, v, image, rate)
+        w = v - image
+        if state.brisk.any():
+            state = _summed(state, v, image, rate)
+        del v, image  # make room
+        return _expanded(state, w, most)
 
 
-def _cycle(z: Tensor, r: Tensor, V: Tensor, evals: int) -> GMRESState:
-    """The first state of a cycle from z with residual r; V is overwritten."""
-    batch, rows = V.shape[:2]
-    beta = norm(r)
-    V[:, 0].copy_(lined(r, z)).div_(torch.where(beta > 0, beta, 1)[:, None])
-    Q = torch.eye(rows, dtype=V.dtype, device=V.device).repeat(batch, 1, 1)
-    return GMRESState(z, evals, V, V.new_zeros(batch, rows - 1, rows - 1), Q, beta, norm(z), 0)
+def _last(state: GMRESState) -> Tensor:
+    """The last row of V of each sample."""
+    if int(state.j.min()) == state.top:
+        return state.V[:, state.top]
+    return state.V[torch.arange(len(state.V), device=state.j.device), state.j]
 
 
-def _expand(product: Callable[[Tensor], Tensor], state: GMRESState) -> GMRESState:
-    """One more column of H, rotated into R."""
-    V, R, Q, j = state.V, state.R, state.Q, state.j
-    v = unlined(V[:, j], state.z)
-    w = lined(v - product(v), state.z)
-    basis = V[:, : j + 1]
+def _summed(state: GMRESState, v: Tensor, image: Tensor, rate: Tensor) -> GMRESState:
+    """One more term for the brisk samples: z <- z + beta v, and M v is the next."""
+    z = torch.addcmul(state.z, unlined(v, state.z), per_sample_like(torch.where(state.brisk, state.beta, 0), state.z))
+    first, unit = state.V[:, 0], torch.where(rate > 0, rate, 1)
+    first.mul_((~state.brisk)[:, None]).addcmul_(image, (state.brisk / unit)[:, None])
+    return replace(state, z=z, beta=torch.where(state.brisk, state.beta * rate, state.beta), reach=norm(z))
+
+
+def _renewed(fn: LinearizedMap, state: GMRESState, full: Tensor) -> GMRESState:
+    """Some samples begin a new cycle at their iterates."""
+    z, rows = state.iterate(), full.nonzero()[:, 0]
+    if rows.numel() < len(full):
+        z = torch.where(per_sample_like(full, z), z, state.z)
+    state = replace(state, z=z)  # the old one is freed
+    r = lined(fn(z) - z, z)
+    beta = torch.where(full, norm(r), state.beta)
+    r.div_(torch.where(beta > 0, beta, 1)[:, None])
+    state.V[rows, 0] = r if rows.numel() == len(full) else r[rows]
+    state.V[rows, 1 : state.top + 1] = 0
+    state.R[rows] = 0
+    state.Q[rows] = torch.eye(state.Q.shape[1], dtype=r.dtype, device=r.device)
+    j = torch.where(full, 0, state.j)
+    return replace(state, evals=state.evals + 1, beta=beta, reach=norm(z), j=j, top=int(j.max()))
+
+
+def _roomy(state: GMRESState, most: int) -> GMRESState:
+    """The state with room for columns."""
+    if state.V.shape[1] > 1:
+        return state
+    batch, _, n = state.V.shape
+    V = state.V.new_empty(batch, most + 1, n)
+    V[:, 0] = state.V[:, 0]
+    Q = torch.eye(most + 1, dtype=V.dtype, device=V.device).repeat(batch, 1, 1)
+    return replace(state, V=V, R=V.new_zeros(batch, most, most), Q=Q)
+
+
+def _expanded(state: GMRESState, w: Tensor, most: int) -> GMRESState:
+    """One more column of H, rotated into R, for the samples that are not brisk: w = (I - M) v, v the last row of V."""
+    state = _roomy(state, most)
+    V, R, Q, top = state.V, state.R, state.Q, state.top
+    rows = (~state.brisk).nonzero()[:, 0]
+    j = state.j[rows]
+    basis = V[:, : top + 1]
     h = torch.zeros_like(basis[:, :, 0])
     for _ in range(2):
         part = dots(basis, w)
@@ -372,14 +427,26 @@ def _expand(product: Callable[[Tensor], Tensor], state: GMRESState) -> GMRESStat
         h = h + part
     rest = norm(w)
     dependent = rest <= torch.finfo(w.dtype).eps * norm(h)  # the Krylov space is exhausted
-    rest = torch.where(dependent, 0, rest)
-    V[:, j + 1].copy_(w).div_(rest[:, None]).masked_fill_(dependent[:, None], 0)
-    column = dots(Q[:, : j + 1, : j + 1], h)
-    length = torch.hypot(column[:, j], rest)
-    cos = torch.where(length > 0, column[:, j] / length, torch.ones_like(length))
-    sin = torch.where(length > 0, rest / length, torch.zeros_like(length))
-    R[:, :j, j], R[:, j, j] = column[:, :j], length
-    upper, lower = Q[:, j].clone(), Q[:, j + 1].clone()
-    Q[:, j] = cos[:, None] * upper + sin[:, None] * lower
-    Q[:, j + 1] = cos[:, None] * lower - sin[:, None] * upper
-    return replace(state, evals=state.evals + 1, j=j + 1)
+    w.div_(torch.where(dependent, 1, rest)[:, None])
+    w.masked_fill_((dependent | state.brisk)[:, None], 0)
+    if int(j.min()) == top:
+        V[:, top + 1] = w
+    else:
+        V[:, top + 1] = 0
+        V[rows, j + 1] = w[rows]
+    _rotate(R, Q, dots(Q[:, : top + 1, : top + 1], h)[rows], torch.where(dependent, 0, rest)[rows], rows, j)
+    return replace(state, V=V, j=state.j.index_add(0, rows, torch.ones_like(rows)), top=max(top, int(j.max()) + 1))
+
+
+def _rotate(R: Tensor, Q: Tensor, column: Tensor, rest: Tensor, rows: Tensor, j: Tensor) -> None:
+    """Column j of R from Q h, and the rotation that takes `rest` out of it into Q, for some rows."""
+    here = j[:, None]
+    last = column.gather(1, here)[:, 0]
+    length = torch.hypot(last, rest)
+    cos = torch.where(length > 0, last / length, 1)[:, None]
+    sin = torch.where(length > 0, rest / length, 0)[:, None]
+    above = torch.arange(column.shape[1], device=j.device) < here
+    R[rows, : column.shape[1], j] = torch.where(above, column, 0).scatter(1, here, length[:, None])
+    upper, lower = Q[rows, j], Q[rows, j + 1]
+    Q[rows, j] = cos * upper + sin * lower
+    Q[rows, j + 1] = cos * lower - sin * upper
