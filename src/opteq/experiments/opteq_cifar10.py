@@ -4,11 +4,11 @@ The network of 162k parameters: a single convolution, the equilibrium of five co
 channels, pooling, a linear map; no regulariser. The paper has 85.7% after 200 epochs on a GPU with K = 20 unrolled steps. Its
 equations have no norms; here a batch norm stands behind the first convolution and one before the pooling, as in `deep_opteq`.
 
-Here it is trained on one core of a CPU, in less than the two and a half hours that two cores may take. What makes that possible: the weights are held where the
-equilibrium exists (||W||^2 <= 1), so that a large step size is safe; a step of training makes three steps z <- f(z) without
-derivatives and unrolls two more (the phantom gradient); and the images are shrunk in the first two thirds of the training, where a
-step then costs a quarter and a half of what it costs at the end. The test accuracy is that of the equilibrium itself, solved to a
-relative residual of 1e-3, by the average of the weights over the last steps.
+Here it is trained on one core of a CPU, in less than the two and a half hours that two may take. What makes that possible: the
+weights are held where the equilibrium exists (||W||^2 <= 1), so that a large step size is safe; a step of training makes three
+steps z <- f(z) without derivatives and unrolls two more (the phantom gradient); and the images are shrunk in the first two thirds
+of the training, where a step then costs a quarter and a half of what it costs at the end. The test accuracy is that of the
+equilibrium itself, solved to a relative residual of 1e-3, by the average of the weights over the last steps.
 
 Run `opteq experiment opteq_cifar10 --preset small --data-dir DATA`. It goes on after an interruption.
 """
