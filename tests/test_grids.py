@@ -63,6 +63,7 @@ def test_each_cell_is_one_file_with_all_that_made_it(tmp_path):
     assert sorted(path.name for path in (tmp_path / "cells").iterdir()) == sorted(f"{name}.json" for name in outcomes)
     file = stored(tmp_path, "a2-b3")
     assert file.pop("seconds") == outcomes["a2-b3"].seconds
+    assert len(file.pop("sha256")) == 64
     assert file == {
         "name": "a2-b3",
         "function": "grid_work.product",
@@ -105,6 +106,16 @@ def test_a_file_that_is_no_cell_is_replaced(tmp_path, content):
     (tmp_path / "cells" / "x.json").write_text(content)
     assert run_grid(grid_work.product, {"x": {"a": 1, "b": 7}}, tmp_path, executor=Here())["x"].result == {"product": 7}
     assert stored(tmp_path, "x")["result"] == {"product": 7}
+
+
+def test_a_cell_with_another_digest_is_run_again_and_one_of_before_there_were_digests_is_not(tmp_path):
+    cells = {"x": {"a": 1, "b": 7}}
+    run_grid(grid_work.product, cells, tmp_path, executor=Here())
+    whole = stored(tmp_path, "x")
+    earlier = {key: value for key, value in whole.items() if key != "sha256"}
+    for content, cached in [(whole, True), (earlier, True), (whole | {"sha256": "0" * 64}, False), (earlier | {"more": 1}, False)]:
+        (tmp_path / "cells" / "x.json").write_text(json.dumps(content))
+        assert run_grid(grid_work.product, cells, tmp_path, executor=Here())["x"].cached == cached
 
 
 @pytest.mark.parametrize(("do", "text"), [("raise", "LookupError: two lines"), ("exit", "SystemExit: gone")])

@@ -1033,6 +1033,8 @@ def test_files_of_tensors_come_back_bit_by_bit_and_need_no_checkpoint(tmp_path):
 
 
 def test_files_of_tensors_have_plain_names_and_what_is_missing_or_something_else_is_refused(tmp_path):
+    from safetensors.torch import save
+
     with Run.create(tmp_path / "run", {}) as run:
         run.write_tensors("model.safetensors", {"x": torch.zeros(2)})
         path = run.folder / "model.safetensors"
@@ -1052,6 +1054,15 @@ def test_files_of_tensors_have_plain_names_and_what_is_missing_or_something_else
             path.write_bytes(content)
             with pytest.raises(RunError, match=r"model\.safetensors is foreign \(not safetensors\): put it back"):
                 run.read_tensors("model.safetensors")
+        for i in range(8, len(whole)):
+            path.write_bytes(whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :])
+            with pytest.raises(RunError, match=r"model\.safetensors is (foreign|corrupted)"):
+                run.read_tensors("model.safetensors")
+        path.write_bytes(save({"x": torch.ones(2)}, metadata={"format": "pt"}))
+        with pytest.raises(RunError, match=r"model\.safetensors is corrupted \(its digest differs\): put it back"):
+            run.read_tensors("model.safetensors")
+        path.write_bytes(save({"x": torch.ones(2)}))  # without metadata, as before there were digests
+        assert run.read_tensors("model.safetensors")["x"].tolist() == [1, 1]
         path.rename(tmp_path / "moved")
         path.symlink_to(tmp_path / "moved")
         with pytest.raises(RunError, match="link"):

@@ -44,6 +44,8 @@ Kind = Literal["local", "dask"]
 
 _PATIENCE = "10s"  # for the first answer of a Dask scheduler
 _LONGEST = 100  # characters of a file name that are kept
+_DIGEST = "sha256"
+_FIELDS = {"name", "function", "settings", "version", "result", "error", "seconds"}  # of a finished cell
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,11 @@ class _Grid:
         """Take the cells that are finished on disk."""
         for name, path in self.paths.items():
             try:
-                stored = json.loads(path.read_text(encoding="utf-8"))
+                stored = _unsealed(json.loads(path.read_text(encoding="utf-8")))
                 same = all(stored[key] == value for key, value in self.about(name).items())
                 finished = Outcome(name, stored["result"], stored["error"], stored["seconds"], cached=True)
-            except (FileNotFoundError, ValueError, KeyError, TypeError):  # not there, or not ours: it is run, and written anew
+            except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                # not there, or not as it was written: it is run, and written anew
                 continue
             if same and finished.error is None:
                 self.finish(finished)
@@ -137,7 +140,7 @@ class _Grid:
             done = _failed(f"its worker process died {times} (killed, out of memory, or a crash)")
         except Exception as error:  # such as Dask's KilledWorker
             done = _failed(_one_line(error))
-        write_atomic(self.paths[name], json.dumps(self.about(name) | done, indent=1, allow_nan=False) + "\n")
+        write_atomic(self.paths[name], json.dumps(_sealed(self.about(name) | done), indent=1, allow_nan=False) + "\n")
         self.finish(Outcome(name, done["result"], done["error"], done["seconds"], cached=False))
 
     def finish(self, outcome: Outcome) -> None:
@@ -168,6 +171,19 @@ def _run_cell(function: Function, name: str, settings: dict[str, Any]) -> dict[s
 
 def _failed(error: str, trace: str = "", seconds: float = 0.0) -> dict[str, Any]:
     return {"result": None, "error": error, "traceback": trace, "seconds": round(seconds, 3)}
+
+
+def _sealed(cell: dict[str, Any]) -> dict[str, Any]:
+    """With a digest of the rest."""
+    return cell | {_DIGEST: hashlib.sha256(json.dumps(cell, sort_keys=True).encode()).hexdigest()}
+
+
+def _unsealed(stored: dict[str, Any]) -> dict[str, Any]:
+    """What was sealed, or a ValueError. Cells written before there were digests have none, and no other field either."""
+    cell = {key: value for key, value in stored.items() if key != _DIGEST}
+    if stored not in (_sealed(cell), cell) or cell.keys() != _FIELDS:
+        raise ValueError("not the cell that was written")
+    return cell
 
 
 def _one_line(error: BaseException) -> str:

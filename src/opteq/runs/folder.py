@@ -13,7 +13,7 @@ from torch import Tensor
 from opteq.checks import check_integer, invalid
 from opteq.runs.checkpoint import Checkpoint, Checkpoints, stem
 from opteq.runs.files import Lock, RunError, delete_temporary, read, remove, write_atomic, writing
-from opteq.runs.formats import deserialize, differences, encode, parse, pretty, read_json, serialize
+from opteq.runs.formats import differences, encode, parse, pretty, read_json, seal, unseal
 from opteq.runs.metrics import Metrics
 from opteq.runs.provenance import environment
 
@@ -112,13 +112,13 @@ class Run:
         return read_json(path) if os.path.lexists(path) else None
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a safetensors file of the run, such as model.safetensors, atomically. Tensors as in a Checkpoint."""
-        self._write(self._further(name, ".safetensors"), serialize("Run.write_tensors", tensors))
+        """Write a safetensors file of the run, such as model.safetensors, atomically, with a digest. Tensors as in a Checkpoint."""
+        self._write(self._further(name, ".safetensors"), seal("Run.write_tensors", tensors))
 
     def read_tensors(self, name: str) -> dict[str, Tensor]:
-        """What `write_tensors` wrote under this name, on the CPU. RunError if nothing was, or if it is not safetensors."""
+        """What `write_tensors` wrote under this name, on the CPU. RunError if nothing was, or if it was changed."""
         path = self._further(name, ".safetensors")
-        return deserialize(path, read(path), "put it back from a copy")
+        return unseal(path, read(path), "put it back from a copy")
 
     # Checkpoints
 

@@ -1,5 +1,6 @@
 """What the files of a run folder hold: JSON that gives every float back bit by bit, and safetensors."""
 
+import hashlib
 import json
 import math
 import reprlib
@@ -15,6 +16,8 @@ from torch import Tensor
 from opteq.checks import check_instance, invalid
 from opteq.runs.files import RunError, read
 
+_DIGEST = "sha256"
+_BLANK = b"0" * 64  # stands for the digest in what it is a digest of
 _FLOAT = "__float__"  # JSON has no infinity: {"__float__": "inf"} stands for it
 
 
@@ -118,3 +121,21 @@ def deserialize(path: Path, content: bytes, remedy: str) -> dict[str, Tensor]:
         return dict(library.torch.load(content))
     except (library.SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
         raise RunError(f"{path} is foreign (not safetensors): {remedy}") from error
+
+
+def seal(owner: str, tensors: Mapping[str, Tensor]) -> bytes:
+    """The bytes of a safetensors file with a digest of all of them in its metadata, which come first."""
+    content = serialize(owner, tensors, {_DIGEST: _BLANK.decode()})
+    return content.replace(_BLANK, hashlib.sha256(content).hexdigest().encode(), 1)
+
+
+def unseal(path: Path, content: bytes, remedy: str) -> dict[str, Tensor]:
+    """The tensors that were sealed; RunError if a byte was changed. Files without metadata, which others write, are believed."""
+    tensors = deserialize(path, content, remedy)
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    if "__metadata__" in header:
+        digest = str(header["__metadata__"].get(_DIGEST)).encode()
+        if hashlib.sha256(content.replace(digest, _BLANK, 1)).hexdigest().encode() != digest:
+            raise RunError(f"{path} is corrupted (its digest differs): {remedy}")
+    return tensors
