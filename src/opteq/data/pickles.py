@@ -4,7 +4,9 @@ A pickle may name any function and have it called. Here a name is never looked u
 for functions of this file, every other one is refused.
 """
 
+import io
 import pickle
+import pickletools
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
@@ -68,13 +70,21 @@ class _Unpickler(pickle.Unpickler):
         return _ADMITTED[module, name]
 
 
+def _check_claims(content: bytes) -> None:
+    """Raise if a pickle claims more than it has: room is made for that, and for all objects up to the one to be remembered."""
+    for opcode, argument, place in pickletools.genops(content):  # raises where an argument is longer than what is left
+        if opcode.name in ("PUT", "LONG_BINPUT") and isinstance(argument, int) and argument > (place or 0):
+            raise pickle.UnpicklingError(f"it has {place} bytes before the object that it counts as number {argument}")
+
+
 def load_plain(path: Path) -> dict[Any, Any]:
     """The dictionary in a pickle of arrays and plain types; ValueError for anything else."""
     try:
-        with path.open("rb") as file:
-            content = _Unpickler(file, encoding="latin1").load()
+        data = path.read_bytes()
+        _check_claims(data)
+        content = _Unpickler(io.BytesIO(data), encoding="latin1").load()
     except Exception as error:  # a broken pickle raises nearly anything
-        raise ValueError(f"{path} cannot be read as a pickle: {error}") from error
+        raise ValueError(f"{path} cannot be read as a pickle: {str(error) or 'it is not whole'}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a dictionary. Got {type(content).__name__} instead.")
     return content
