@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -120,8 +121,11 @@ def _set_aside(x: Tensor, z0: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _refusing_layers(cell: Cell) -> Iterator[None]:
-    """While f is evaluated, layers whose output is no function of the sample raise; in `bind` they are welcome."""
-    hooks = []
+    """While f is evaluated, layers whose output is no function of the sample raise; in `bind` they are welcome.
+
+    Another thread may be in `bind` meanwhile.
+    """
+    hooks, thread = [], threading.get_ident()
     for name, part in cell.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or not part.track_running_stats):
             remedy = "couples the batch: (a) use GroupNorm or LayerNorm, (b) call eval() on it, (c) move it outside of f."
@@ -129,7 +133,8 @@ def _refusing_layers(cell: Cell) -> Iterator[None]:
             remedy = "redraws its mask at every evaluation: (a) draw it once, in bind(), (b) move it outside of f, (c) set p = 0."
         else:
             continue
-        hooks.append(part.register_forward_pre_hook(partial(_refuse, f"{type(part).__name__} '{name}' inside f {remedy}")))
+        message = f"{type(part).__name__} '{name}' inside f {remedy}"
+        hooks.append(part.register_forward_pre_hook(partial(_refuse, thread, message)))
     try:
         yield
     finally:
@@ -137,8 +142,9 @@ def _refusing_layers(cell: Cell) -> Iterator[None]:
             hook.remove()
 
 
-def _refuse(message: str, *call: object) -> None:
-    raise ValueError(message)
+def _refuse(thread: int, message: str, *call: object) -> None:
+    if threading.get_ident() == thread:
+        raise ValueError(message)
 
 
 class Equilibrium(nn.Module):

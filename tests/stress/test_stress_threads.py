@@ -100,7 +100,6 @@ class Masked(Cell):
         return self.inner.bind(self.dropout(x))
 
 
-@pytest.mark.xfail(strict=True, reason="the hooks that refuse Dropout inside f also refuse it in the `bind` of another thread")
 def test_one_layer_with_dropout_in_bind_serves_two_threads():
     layer, inside, leave = Equilibrium(Masked(), on_failure="ignore"), threading.Event(), threading.Event()
 
@@ -135,9 +134,6 @@ def constrained(seed: int) -> nn.Module:
     return nn.Sequential(Equilibrium(OptEq(3, 2, 3, activation="tanh", constrained=True), stop=Stop(rtol=1e-6)))
 
 
-SHARED = "data_loss keeps constrained weights in PyTorch's cache for all threads, which is emptied when the last of them is done"
-
-
 def while_another_computes(work: Callable[[], Tensor]) -> Tensor:
     """What the work gives while another thread is within a data_loss of its own."""
     busy, done = threading.Event(), threading.Event()
@@ -157,13 +153,11 @@ def while_another_computes(work: Callable[[], Tensor]) -> Tensor:
     return at_once(lambda: data_loss(INPUTS, torch.ones(4, 2), slow)(constrained(1)), here)[1]
 
 
-@pytest.mark.xfail(strict=True, reason=SHARED)
 def test_a_landscape_is_the_same_while_another_thread_computes_a_loss():
     wanted = losses(constrained(0))
     torch.testing.assert_close(while_another_computes(lambda: losses(constrained(0))), wanted)
 
 
-@pytest.mark.xfail(strict=True, reason=SHARED)
 def test_a_layer_has_its_new_weights_while_another_thread_computes_a_loss():
     def halved() -> Tensor:
         model = constrained(0)

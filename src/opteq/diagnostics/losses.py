@@ -1,6 +1,8 @@
 """The loss of a whole data set as a function of the model."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -49,12 +51,45 @@ def data_loss(
         return _square(output, target) if target.is_floating_point() else _entropy(output, target, ignore)
 
     def mean(model: nn.Module) -> Tensor:
-        with parametrize.cached():
+        with _computed_once(model):
             sums, counts = zip(*(terms(model(given), target) for given, target in _batches(model, x, y, batch_size)), strict=True)
         total: Tensor = torch.stack(sums).sum() / max(sum(counts), 1.0)
         return total
 
     return mean
+
+
+class _Once(parametrize.ParametrizationList):
+    """A constrained weight that is computed once while `_values` is there, which it is in one thread only.
+
+    `parametrize.cached` would keep the weights of all models for all threads.
+    """
+
+    def forward(self) -> Tensor:
+        values = _values.get()
+        if values is None:
+            return super().forward()
+        if self not in values:
+            values[self] = super().forward()
+        return values[self]
+
+
+_values: ContextVar[dict[nn.Module, Tensor] | None] = ContextVar("opteq_values", default=None)
+
+
+@contextmanager
+def _computed_once(model: nn.Module) -> Iterator[None]:
+    """Inside, in this thread, each constrained weight of the model is computed once."""
+    weights = [part for part in model.modules() if type(part) is parametrize.ParametrizationList]
+    token = _values.set({})
+    try:
+        for weight in weights:
+            weight.__class__ = _Once
+        yield
+    finally:
+        for weight in weights:  # where another thread is not done with them, it computes them as often as it needs them
+            weight.__class__ = parametrize.ParametrizationList
+        _values.reset(token)
 
 
 def check_callable(owner: str, loss: object) -> None:
