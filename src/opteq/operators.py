@@ -94,7 +94,7 @@ class Dense(Operator):
     def resolvent(self, step: float, shape: Sequence[int]) -> "Dense":
         """The inverse as a matrix: one product is then as cheap as one with W."""
         identity = torch.eye(len(self.W), dtype=self.W.dtype, device=self.W.device)
-        return Dense(torch.linalg.inv((1 + step) * identity - step * self.W))
+        return Dense(torch.linalg.inv(identity + step * (identity - self.W)))  # I - W first: W may be close to I, and step large
 
     def has_resolvent(self) -> bool:
         return True

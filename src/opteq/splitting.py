@@ -107,7 +107,7 @@ class SplitMap(ActivationMap):
         1 / L has the best guaranteed rate; this is within a third of the best step measured, for L from 0.5 to 130 and m from 0.01
         to 3.
         """
-        L = max(self.norms()[0], torch.finfo(self.u.dtype).tiny)
+        L = max(self.norms()[0], self.m, torch.finfo(self.u.dtype).tiny)  # m is lost where W rounds to I
         return 1 / math.sqrt(L * max(self.m, min(0.6, L)))
 
     def forward_step(self) -> float:
