@@ -3,18 +3,43 @@
 import pytest
 import torch
 
-from opteq import Equilibrium, Stop
-from opteq.cells import Monotone
+from opteq import Equilibrium, Status, Stop
+from opteq.cells import Monotone, Multiscale, Residual
+from opteq.solvers import PeacemanRachford
+from processes import finish, in_child
 
-pytestmark = pytest.mark.stress
+pytestmark = [pytest.mark.stress, pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")]
 
 
-@pytest.mark.xfail(strict=True, reason="I + step (I - W) is formed as (1 + step) I - step W, which is 0 to rounding where W is I")
-def test_a_monotone_layer_without_weights_and_with_a_small_m_is_solved_or_said_not_to_be():
-    cell = Monotone(3, 2, m=1e-12)
+@pytest.mark.parametrize("m", [1e-12, 1e-30, 1e-300])
+@pytest.mark.parametrize("weight", [-1.0, 1.0, 1e30])
+def test_a_monotone_layer_without_weights_and_with_a_small_m_is_solved_or_said_not_to_be(m, weight):
+    """W rounds to I: the resolvent was formed as (1 + step) I - step W, which is 0 there, with a step of 1e25."""
+    cell = Monotone(3, 2, m=m)
     with torch.no_grad():
         cell.A.zero_()
         cell.B.zero_()
-        cell.U.fill_(-1.0)
-    solution = Equilibrium(cell, stop=Stop(rtol=1e-5)).solve(torch.ones(1, 3))
+        cell.U.fill_(weight)
+    solution = Equilibrium(cell, PeacemanRachford(), Stop(rtol=1e-5), on_failure="ignore").solve(torch.ones(1, 3))
     assert solution.z.isfinite().all()
+    assert (solution.status is Status.CONVERGED) == (weight < 0)  # f(z) = relu(z + 3 weight) has a fixed point, 0, or none
+    assert weight > 0 or not solution.z.any()
+
+
+@pytest.mark.parametrize("cell", [Residual(4, 2, groups=2), Multiscale((4, 4), groups=2)], ids=["residual", "multiscale"])
+def test_norms_learn_also_behind_fixed_weights_and_with_the_channels_together(cell):
+    """PyTorch's backward of a group norm writes to no memory there; in a child, for that ends a process."""
+    torch.manual_seed(0)
+    for name, parameter in cell.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    x, layer = torch.randn(3, 4, 4, 2), Equilibrium(cell.double(), on_failure="ignore")
+    norms = [parameter for parameter in cell.parameters() if parameter.requires_grad]
+
+    def gradients(memory_format: torch.memory_format) -> list[torch.Tensor]:
+        z = layer(x.double().contiguous(memory_format=memory_format))
+        return list(torch.autograd.grad(z.square().sum(), norms))
+
+    def both() -> None:
+        torch.testing.assert_close(gradients(torch.channels_last), gradients(torch.contiguous_format))
+
+    assert finish(in_child(both)) == 0

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from opteq.cells.function import NetworkMap
+from opteq.cells.norms import GroupNorm
 from opteq.cells.tiers import Tiers
 from opteq.checks import check_integer, invalid
 from opteq.equilibrium import Cell
@@ -19,7 +20,7 @@ GAIN = 0.1  # Picard's iteration converged on every new net tried; with 0.2 not 
 def group_norm(channels: int, groups: int) -> nn.GroupNorm:
     """Group norm with the most groups, up to `groups`, that divide the channels and, of several channels, hold two or more."""
     most = max(1, min(groups, channels // 2))
-    return nn.GroupNorm(next(count for count in range(most, 0, -1) if channels % count == 0), channels)
+    return GroupNorm(next(count for count in range(most, 0, -1) if channels % count == 0), channels)
 
 
 def convolution(channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1) -> nn.Conv2d:

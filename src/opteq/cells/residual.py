@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, relu
 
 from opteq.cells.function import NetworkMap
+from opteq.cells.norms import GroupNorm
 from opteq.checks import check_integer, invalid
 from opteq.equilibrium import Cell
 
@@ -35,9 +36,9 @@ class Residual(Cell):
         self.channels, self.inner, self.kernel_size, self.groups, self.init = channels, inner, kernel_size, groups, init
         self.W1 = nn.Parameter(torch.empty(inner, channels, kernel_size, kernel_size))
         self.W2 = nn.Parameter(torch.empty(channels, inner, kernel_size, kernel_size))
-        self.norm1 = nn.GroupNorm(groups, inner)
-        self.norm2 = nn.GroupNorm(groups, channels)
-        self.norm3 = nn.GroupNorm(groups, channels)
+        self.norm1 = GroupNorm(groups, inner)
+        self.norm2 = GroupNorm(groups, channels)
+        self.norm3 = GroupNorm(groups, channels)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
