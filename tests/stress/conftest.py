@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -37,11 +38,16 @@ def tally(record_property: Callable[[str, object], None]) -> Callable[[str, int]
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
     """No test leaves a process behind, or a file where temporary ones are made."""
-    before = _temporary()
+    before = _temporary(), _children()
     yield
-    with pytest.raises(ChildProcessError):  # there is none, running or ended
-        os.waitpid(-1, os.WNOHANG)
-    assert not _temporary() - before
+    assert not _temporary() - before[0]
+    assert not _children() - before[1]
+
+
+def _children() -> set[str]:
+    """The processes that this one has started, running or ended and not waited for."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {pid for path in lists for pid in path.read_text().split()}
 
 
 def _temporary() -> set[str]:
