@@ -72,7 +72,7 @@ PRESETS = {
         augmented_filters=4, channels=4, hidden=(4, 8), monotone=4,
     ),
     "small": Config(
-        size=16, epochs=(7, 48, 2, 3, 2), limit=(None, None, 40_000, None, 24_000), tests=2500, minutes=15, schedule="onecycle",
+        size=16, epochs=(5, 33, 2, 3, 2), limit=(None, None, 28_000, 36_000, 16_500), tests=2500, minutes=10, schedule="onecycle",
         lr=0.05, steps=5,
     ),
     "paper": Config(),

@@ -1,6 +1,6 @@
 """OptEq layers of separable convolutions with as many channels as ImageNet needs."""
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,9 +55,11 @@ def estimated_norm(operator: Operator, channels: int, like: Tensor, *, side: int
     return norm
 
 
-def _uniform(fan_in: int, *parameters: Tensor) -> None:
-    for parameter in parameters:
-        nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+def _draw_injection(kernels: Iterable[Tensor], b: Tensor) -> None:
+    """U such that U x is about as long as x, however many factors it has: what follows them has no norm that would mend it."""
+    for kernel in kernels:
+        nn.init.normal_(kernel, std=kernel[0].numel() ** -0.5)
+    nn.init.zeros_(b)
 
 
 class QuickDepthwiseOptEq(DepthwiseOptEq):
@@ -68,8 +70,7 @@ class QuickDepthwiseOptEq(DepthwiseOptEq):
         nn.init.normal_(self.W2, std=self.channels**-0.5)
         with torch.no_grad():
             self.W2.mul_(0.5 / estimated_norm(self._unconstrained(), self.channels, self.W2))
-        _uniform(self.kernel_size**2, self.U1)
-        _uniform(self.in_channels, self.U2, self.b)
+        _draw_injection((self.U1, self.U2), self.b)
 
 
 class TwofoldOptEq(OptEqCell):
@@ -93,14 +94,12 @@ class TwofoldOptEq(OptEqCell):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W and scale its last factor to a norm of about 1/2; U and b as nn.Conv2d draws them."""
+        """Draw W and scale its last factor to a norm of about 1/2."""
         for kernel in self.W:
             nn.init.normal_(kernel, std=kernel[0].numel() ** -0.5)
         with torch.no_grad():
             self.W[-1].mul_(0.5 / estimated_norm(self.operator(), self.channels, self.b))
-        for kernel in self.U:
-            _uniform(kernel[0].numel(), kernel)
-        _uniform(self.hidden, self.b)
+        _draw_injection(self.U, self.b)
 
     def operator(self) -> Chain:
         return _chain(list(self.W), self.channels)
