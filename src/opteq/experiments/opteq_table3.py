@@ -6,7 +6,8 @@ paper says (Section 7.1) that deep OptEq beats a DNN of the same size (199k para
 "easily"; that accuracy depends on alpha, being low at 0.01 and 0.1; that regularisers matter little as alpha comes near 1 and much
 as it comes near 0; and that R = lambda |z|_1 and R = lambda |z|^2, the star of Table 2, lower the corresponding norm of z, while a
 suitable lambda helps the accuracy. The norms are means over all features and images. At which alpha lambda was varied is not
-printed: here it is 0.8.
+printed: here it is 0.4. At 0.8 the norms do not change with lambda (a first run had 0.371, 0.370 and 0.371 for |z|_1): R is the
+first part of f, and only (1 - alpha)^5 of what it returns passes the five layers beside the weights, 8% at 0.4 and 0.03% at 0.8.
 
 Run `python -m opteq.experiments.opteq_table3 --preset small --data-dir DATA`. `small` trains on 4,000 images of CIFAR-10 for one
 epoch of 100 steps, with maps of 4 x 4 pixels in the place of 16 x 16 (so the accuracies are far below those printed: only their
@@ -83,7 +84,7 @@ def run(options: Options) -> Result:
     series = {what: by_seed(plan, outcomes, options, what) for what in ("accuracy", "parameters", "l1", "l2")}
     series["parameters"] = {name: {HIGH: series["parameters"][name][HIGH]} for name in ("no R", DNN)}
     for what in LAMBDAS:  # those of the other trainings are not measured
-        series[what] = {name: {HIGH: series[what][name][HIGH]} for name in ("no R", *names(what))}
+        series[what] = {name: {PENALISED_ALPHA: series[what][name][PENALISED_ALPHA]} for name in ("no R", *names(what))}
     return gather(
         "opteq_table3", options, judged(CLAIMS, judge(series)), outcomes=outcomes, tables=tables(series), series=series, notes=NOTES
     )
@@ -94,9 +95,10 @@ def rows(config: Config) -> dict[str, tuple[Row | None, Sequence[float]]]:
     plan: dict[str, tuple[Row | None, Sequence[float]]] = {
         name: (ROWS[name], config.alphas if name == "no R" else config.regularised) for name in (*PAPER, NORMED)
     }
-    plan[DNN] = None, (PENALISED_ALPHA,)  # it has no alpha
+    plan[DNN] = None, (float(HIGH),)  # it has no alpha
+    at = (float(PENALISED_ALPHA),)
     for kind, weights in LAMBDAS.items():
-        plan |= {name: (penalised(kind, weight), (PENALISED_ALPHA,)) for name, weight in zip(names(kind), weights, strict=True)}
+        plan |= {name: (penalised(kind, weight), at) for name, weight in zip(names(kind), weights, strict=True)}
     return plan
 
 
@@ -126,8 +128,9 @@ def norm_table(kind: str, what: str, series: Mapping[str, Scores]) -> dict[str, 
     """The norm that one R lowers, and the accuracy, for each lambda; 0 is no R, which is not in the paper."""
     columns = ["lambda", what, "standard error", "paper", "accuracy in %", "paper's"]
     found = {"0": ("no R", (None, None)), **{weight: (f"{kind} {weight}", printed) for weight, printed in PENALISED[kind].items()}}
+    at = PENALISED_ALPHA
     lines = [
-        [weight, *mean_error(series[kind][name][HIGH]), printed[0], spread(series["accuracy"][name][HIGH]), printed[1]]
+        [weight, *mean_error(series[kind][name][at]), printed[0], spread(series["accuracy"][name][at]), printed[1]]
         for weight, (name, printed) in found.items()
     ]
     return table(columns, lines)
@@ -156,13 +159,13 @@ def judge(series: Mapping[str, Scores]) -> dict[str, Measured]:
 
 def falls(kind: str, norms: Scores) -> list[tuple[list[float | None], list[float | None]]]:
     """The norms at each lambda and at the next larger one."""
-    return [(norms[small][HIGH], norms[large][HIGH]) for small, large in pairwise(names(kind))]
+    return [(norms[small][PENALISED_ALPHA], norms[large][PENALISED_ALPHA]) for small, large in pairwise(names(kind))]
 
 
 def middle(kind: str, scores: Scores) -> list[tuple[list[float | None], list[float | None]]]:
     """The accuracies at the middle lambda, and at each of the others."""
-    small, best, large = names(kind)
-    return [(scores[best][HIGH], scores[small][HIGH]), (scores[best][HIGH], scores[large][HIGH])]
+    small, best, large = (scores[name][PENALISED_ALPHA] for name in names(kind))
+    return [(best, small), (best, large)]
 
 
 # --- the figure -----------------------------------------------------------------------------------------------------------------
@@ -177,7 +180,7 @@ def figure(result: Result) -> "Figure":
         for colour, kind, label in zip(COLOURS[4:], LAMBDAS, (r"$R = \lambda|z|_1$", r"$R = \lambda|z|^2$"), strict=False):
             weights = [float(weight) for weight in PENALISED[kind]]
             for axes, scores in ((middle, series[kind]), (right, series["accuracy"])):
-                means, errors = np.array([mean_error(scores[name][HIGH]) for name in names(kind)]).T
+                means, errors = np.array([mean_error(scores[name][PENALISED_ALPHA]) for name in names(kind)]).T
                 axes.errorbar(weights, means, np.nan_to_num(errors), fmt="o-", markersize=3, linewidth=1, color=colour, label=label)
         middle.set(xlabel=r"$\lambda$", xscale="log", yscale="log")
         middle.tick_params(axis="y", which="minor", labelleft=False)
