@@ -73,6 +73,7 @@ class Config:
 
     data: str = "cifar10"
     limit: int | None = None  # images for training
+    tests: int | None = None  # test images
     hidden: tuple[int, ...] = (16, 32, 64, 128, 128)
     channels: int = 29
     stride: int = 2
@@ -85,8 +86,8 @@ class Config:
 
 
 PRESETS = {
-    "smoke": Config("digits", 100, (4, 8), 4, 1, (1, 2), 1, 50, 0.05, "onecycle", 1),
-    "small": Config(limit=10_000, stride=4, epochs=4, lr=0.05, schedule="onecycle", repeats=9),
+    "smoke": Config("digits", 100, None, (4, 8), 4, 1, (1, 2), 1, 50, 0.05, "onecycle", 1),
+    "small": Config(limit=8000, tests=4000, stride=4, epochs=3, lr=0.05, schedule="onecycle", repeats=9),
     "paper": Config(),
 }
 
@@ -107,7 +108,7 @@ def recipe(config: Config, solve: Solve, options: Options) -> Recipe:
         schedule=config.schedule, clip=1.0, crop=0 if config.data == "digits" else 4, flip=config.data != "digits",
         least_converged=0.0, seed=options.seed,
     )  # fmt: skip
-    return Recipe(Data(config.data, options.root, limit=config.limit), model, train)
+    return Recipe(Data(config.data, options.root, limit=config.limit, test_limit=config.tests), model, train)
 
 
 def run(options: Options) -> Result:
