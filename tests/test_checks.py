@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from opteq import Stop
-from opteq.checks import check_finite, check_floating, check_instance, check_integer, check_number, check_shape, invalid
+from opteq.checks import check_finite, check_floating, check_instance, check_integer, check_number, check_shape, invalid, undone
 from opteq.linear import CG, GMRES, Neumann
 from opteq.solvers import Anderson, Broyden, Newton, Picard
 
@@ -148,3 +148,29 @@ def test_check_finite_names_the_first_bad_tensor() -> None:
             bad[place] = value
             with pytest.raises(ValueError, match=r"^The 'w' parameter of Picard must be finite\. Got NaN or infinity instead\.$"):
                 check_finite(Picard(), [*sound, ("w", bad), ("later", bad)])
+
+
+@pytest.mark.parametrize("interrupts", [0, 1])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_undone_is_undone_also_where_that_is_interrupted(fails, interrupts):
+    state, calls = [1, 2, 3], []
+
+    def undo() -> None:
+        for i in range(3):
+            if i == 1 and len(calls) < interrupts:
+                calls.append(i)
+                raise KeyboardInterrupt
+            state[i] = i + 1
+
+    def work() -> None:
+        with undone(undo):
+            state[:] = [0, 0, 0]
+            if fails:
+                raise LookupError
+
+    if interrupts or fails:
+        with pytest.raises(KeyboardInterrupt if interrupts else LookupError):
+            work()
+    else:
+        work()
+    assert state == [1, 2, 3]

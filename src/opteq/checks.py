@@ -1,10 +1,24 @@
-"""Argument checks with one wording: "The 'x' parameter of C must be .... Got ... instead."."""
+"""Argument checks with one wording: "The 'x' parameter of C must be .... Got ... instead."; and blocks that are undone for sure."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def undone(undo: Callable[[], object]) -> Iterator[None]:
+    """At the end, `undo` is called, and once more if Ctrl-C came in the midst of it. What is to be undone belongs inside."""
+    try:
+        yield
+    finally:
+        try:
+            undo()
+        except BaseException:
+            undo()
+            raise
 
 
 def invalid(owner: object, name: str, expected: str, got: object) -> str:

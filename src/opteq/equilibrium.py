@@ -15,10 +15,11 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from opteq.autograd import underlying
 from opteq.batch import channels_together, laid_out, per_sample_like, sound_samples
-from opteq.checks import all_finite, check_finite, check_floating, check_instance, invalid
+from opteq.checks import all_finite, check_finite, check_floating, check_instance, invalid, undone
 from opteq.gradients import Gradient, Implicit
 from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop
 
@@ -70,11 +71,10 @@ def observe(observer: Observer) -> Iterator[None]:
     `phase`: "forward", "unrolled" (Unrolled, whose depth is fixed), "backward" or "tangent".
     Unlike `record`, it keeps nothing and costs nothing: for what runs at every step of a training.
     """
-    token = _observers.set((*_observers.get(), observer))
-    try:
+    before = _observers.get()
+    with undone(lambda: _observers.set(before)):
+        _observers.set((*before, observer))
         yield
-    finally:
-        _observers.reset(token)
 
 
 @dataclass(frozen=True)
@@ -121,29 +121,34 @@ def _set_aside(x: Tensor, z0: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _refusing_layers(cell: Cell) -> Iterator[None]:
-    """While f is evaluated, layers whose output is no function of the sample raise; in `bind` they are welcome.
+    """While f is evaluated, layers whose output is no function of the sample raise; in `bind`, here or in another thread, not."""
+    hooks: list[RemovableHandle] = []
+    inside = {threading.get_ident()}
 
-    Another thread may be in `bind` meanwhile.
-    """
-    hooks, thread = [], threading.get_ident()
-    for name, part in cell.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or not part.track_running_stats):
-            remedy = "couples the batch: (a) use GroupNorm or LayerNorm, (b) call eval() on it, (c) move it outside of f."
-        elif isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
-            remedy = "redraws its mask at every evaluation: (a) draw it once, in bind(), (b) move it outside of f, (c) set p = 0."
-        else:
-            continue
-        message = f"{type(part).__name__} '{name}' inside f {remedy}"
-        hooks.append(part.register_forward_pre_hook(partial(_refuse, thread, message)))
-    try:
-        yield
-    finally:
+    def leave() -> None:
+        inside.clear()
         for hook in hooks:
             hook.remove()
 
+    with undone(leave):
+        for name, part in cell.named_modules():
+            if remedy := _remedy(part):
+                message = f"{type(part).__name__} '{name}' inside f {remedy}"
+                hooks.append(part.register_forward_pre_hook(partial(_refuse, inside, message)))
+        yield
 
-def _refuse(thread: int, message: str, *call: object) -> None:
-    if threading.get_ident() == thread:
+
+def _remedy(part: nn.Module) -> str | None:
+    """What to do about a layer that f must not have; None for others."""
+    if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or not part.track_running_stats):
+        return "couples the batch: (a) use GroupNorm or LayerNorm, (b) call eval() on it, (c) move it outside of f."
+    if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+        return "redraws its mask at every evaluation: (a) draw it once, in bind(), (b) move it outside of f, (c) set p = 0."
+    return None
+
+
+def _refuse(inside: set[int], message: str, *call: object) -> None:
+    if threading.get_ident() in inside:
         raise ValueError(message)
 
 

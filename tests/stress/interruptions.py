@@ -1,18 +1,30 @@
-"""Interrupts at chosen moments: after a time, or before the k-th line of the library that is run."""
+"""Ctrl-C at chosen moments: after a time, or once the k-th line of the library is run.
 
+It is a signal, which Python hears as always: between two instructions of ours, of PyTorch or of the standard library.
+"""
+
+import contextlib
 import os
+import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 import opteq
 
 LIBRARY = str(Path(opteq.__file__).parent)
+_SOON = 5e-5  # seconds: a hundred instructions or so
+# A signal that comes in one of these waits until it is left: it would be heard before a file or a `with` block is ours to undo, or
+# while PyTorch puts a mode back that `torch.no_grad` and its like have changed.
+_LATER = {__file__, contextlib.__file__, torch.autograd.grad_mode.__file__, torch.amp.autocast_mode.__file__}
 
 
 class Interrupted(KeyboardInterrupt):
@@ -20,19 +32,34 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """A KeyboardInterrupt after so many seconds, unless the block is done by then."""
+def _listening() -> Iterator[None]:
+    """Inside, an alarm is a KeyboardInterrupt wherever it comes."""
+    open_ = [True]
 
     def strike(number: int, frame: FrameType | None) -> None:
+        if not open_:
+            return
+        if frame is not None and frame.f_code.co_filename in _LATER:
+            signal.setitimer(signal.ITIMER_REAL, _SOON)
+            return
+        open_.clear()
         raise Interrupted
 
     before = signal.signal(signal.SIGALRM, strike)
     try:
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
         yield
     finally:
+        open_.clear()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """A KeyboardInterrupt after so many seconds, unless the block is done by then."""
+    with _listening():
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, _SOON))
+        yield
 
 
 def lines_of(work: Callable[[], Any]) -> int:
@@ -41,9 +68,10 @@ def lines_of(work: Callable[[], Any]) -> int:
 
 
 def interrupt_at(work: Callable[[], Any], k: int) -> bool:
-    """Do the work with a KeyboardInterrupt before the k-th line of the library; whether it came so far."""
+    """Do the work with a KeyboardInterrupt at the k-th line of the library; whether it came so far."""
     try:
-        _traced(work, k)
+        with _listening():
+            _traced(work, k)
     except Interrupted:
         return True
     return False
@@ -58,7 +86,7 @@ def _traced(work: Callable[[], Any], k: int | None) -> int:
             count += 1
             if count == k:
                 sys.settrace(None)
-                raise Interrupted
+                signal.setitimer(signal.ITIMER_REAL, _SOON)
         return local
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
@@ -71,6 +99,11 @@ def _traced(work: Callable[[], Any], k: int | None) -> int:
     finally:
         sys.settrace(before)
     return count
+
+
+def moments(draw: random.Random, seconds: float) -> Iterator[float]:
+    """Random moments within about so many seconds, later and later: a machine that is busy gets there in the end."""
+    return (draw.uniform(0, seconds) * (1 + i / 5) for i in count())
 
 
 def killed_after(seconds: float, pid: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interruptions import Interrupted, interrupt_at, interrupted_after, killed_after, lines_of
+from interruptions import Interrupted, interrupt_at, interrupted_after, killed_after, lines_of, moments
 from stress_cases import make_case
 from test_stress_threads import everything, same
 from torch import Tensor, nn
@@ -104,8 +104,8 @@ def test_landscapes_that_are_killed_go_on_where_they_were(tmp_path, amount, tall
     wanted = surface(model, tmp_path / "whole")
     seconds = time.perf_counter() - begun
     for run in range(amount(1, 15)):
-        file = tmp_path / str(run)
-        while killed_after(draw.uniform(0, 1.5 * seconds), in_child(lambda file=file: surface(model, file))):
+        file, times = tmp_path / str(run), moments(draw, 1.5 * seconds)
+        while killed_after(next(times), in_child(lambda file=file: surface(model, file))):
             killed += 1
         assert torch.equal(surface(model, file), wanted)
     assert not [name for name in litter(tmp_path) if not name.startswith(str(tmp_path / "."))]
@@ -154,8 +154,8 @@ def test_trainings_that_are_killed_end_as_if_they_had_not_been(tmp_path, amount,
     assert finish(in_child(lambda: small_fit(tmp_path / "timed"))) == 0
     seconds = time.perf_counter() - begun
     for run in range(amount(1, 20)):
-        folder = tmp_path / str(run)
-        while killed_after(draw.uniform(0, 1.4 * seconds), in_child(lambda folder=folder: small_fit(folder))):
+        folder, times = tmp_path / str(run), moments(draw, 1.4 * seconds)
+        while killed_after(next(times), in_child(lambda folder=folder: small_fit(folder))):
             killed += 1
             if (folder / "config.json").exists():
                 Run.read(folder).latest()
@@ -169,39 +169,42 @@ def test_reports_that_are_interrupted_are_the_old_ones_or_the_new(tmp_path, amou
     (folder / "report.html").write_text("old")
     for library in ("jinja2", "matplotlib.pyplot", "plotly.offline"):  # half an import cannot be taken up again
         import_module(library)
+    struck = 0
     for _ in range(amount(1, 20)):
         try:
             with interrupted_after(draw.uniform(0, 0.5)):
                 write([folder])
             (folder / "report.html").write_text("old")  # it was quicker
         except Interrupted:
+            struck += 1
             text = (folder / "report.html").read_text()
             assert text == "old" or text.rstrip().endswith("</html>")
         assert not litter(folder)
-    tally("interruptions", amount(1, 20))
+    tally("interruptions", struck)
 
 
 def test_a_file_that_is_interrupted_at_any_line_of_what_writes_it_is_the_old_one_or_the_new(tmp_path, tally):
     path = tmp_path / "report.html"
     write_atomic(path, "old")
-    lines = lines_of(lambda: write_atomic(path, "old"))
+    lines, struck = lines_of(lambda: write_atomic(path, "old")), 0
     for k in range(1, lines + 1):
-        assert interrupt_at(lambda: write_atomic(path, "new"), k)
+        struck += interrupt_at(lambda: write_atomic(path, "new"), k)
         assert path.read_text() in ("old", "new")
         assert not litter(tmp_path), f"line {k}"
-    tally("interruptions", lines)
+    assert struck >= 5
+    tally("interruptions", struck)
 
 
 def test_grids_that_are_interrupted_keep_what_was_finished(tmp_path, amount, tally):
     draw, struck = random.Random(6), 0
     for run in range(amount(2, 20)):
-        folder, log = tmp_path / str(run), tmp_path / f"log{run}"
+        folder, log, times = tmp_path / str(run), tmp_path / f"log{run}", moments(draw, 0.01)
         cells = {f"{a}{b}": {"a": a, "b": b, "log": str(log)} for a in range(5) for b in range(4)}
         while True:
             finished = {path.name for path in (folder / "cells").glob("*.json")}
             before = log.read_text().splitlines() if log.exists() else []
             try:
-                with ThreadPoolExecutor(1) as executor, interrupted_after(draw.uniform(0.001, 0.02)):
+                with ThreadPoolExecutor(1) as executor, interrupted_after(next(times)):
                     found = run_grid(grid_work.product, cells, folder, executor=executor)
                 break
             except Interrupted:

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from opteq.checks import undone
+
 __all__ = ["kept", "undisturbed"]
 
 
@@ -21,6 +23,7 @@ def kept(model: nn.Module, seed: int = 0) -> Iterator[Callable[[], None]]:
     values = [(tensor, tensor.detach().clone()) for tensor in [*model.parameters(), *model.buffers()]]
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     generators = [torch.default_generator, *(torch.cuda.default_generators[device] for device in devices)]
+    numbers = [(generator, generator.get_state()) for generator in generators]
 
     def reset() -> None:
         for generator in generators:
@@ -32,11 +35,13 @@ def kept(model: nn.Module, seed: int = 0) -> Iterator[Callable[[], None]]:
         for tensor, value in values:
             tensor.data.copy_(value)
 
-    with torch.random.fork_rng(devices):
-        try:
-            yield reset
-        finally:
-            reset()
+    def undo() -> None:
+        reset()
+        for generator, state in numbers:
+            generator.set_state(state)
+
+    with undone(undo):
+        yield reset
 
 
 @contextmanager

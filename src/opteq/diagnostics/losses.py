@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrize
 
-from opteq.checks import check_instance, check_integer, invalid
+from opteq.checks import check_instance, check_integer, invalid, undone
 
 __all__ = ["check_callable", "data_loss"]
 
@@ -81,15 +81,18 @@ _values: ContextVar[dict[nn.Module, Tensor] | None] = ContextVar("opteq_values",
 def _computed_once(model: nn.Module) -> Iterator[None]:
     """Inside, in this thread, each constrained weight of the model is computed once."""
     weights = [part for part in model.modules() if type(part) is parametrize.ParametrizationList]
-    token = _values.set({})
-    try:
+    before = _values.get()
+
+    def undo() -> None:
+        _values.set(before)
+        for weight in weights:  # where another thread is not done with them, it computes them as often as it needs them
+            weight.__class__ = parametrize.ParametrizationList
+
+    with undone(undo):
+        _values.set({})
         for weight in weights:
             weight.__class__ = _Once
         yield
-    finally:
-        for weight in weights:  # where another thread is not done with them, it computes them as often as it needs them
-            weight.__class__ = parametrize.ParametrizationList
-        _values.reset(token)
 
 
 def check_callable(owner: str, loss: object) -> None:

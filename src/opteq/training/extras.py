@@ -1,18 +1,26 @@
 """Options of a training that need a look inside of the model: warm-started equilibria and the Jacobian penalty."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from opteq.checks import undone
 from opteq.equilibrium import Equilibrium
 
 
 def equilibria(model: nn.Module) -> list[Equilibrium]:
     """The Equilibrium layers of a model."""
     return [part for part in model.modules() if isinstance(part, Equilibrium)]
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class WarmStart:
@@ -42,11 +50,8 @@ class WarmStart:
             self.states[rows[sound]] = found[sound]
 
         hooks = [self.layer.register_forward_pre_hook(before, with_kwargs=True), self.layer.register_forward_hook(after)]
-        try:
+        with undone(partial(_remove, hooks)):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         if self.states is None:
             raise ValueError("warm_start needs a model that calls its Equilibrium: layer(x), not layer.solve(x).")
 
@@ -74,11 +79,8 @@ class JacobianPenalty:
             self.seen.append((layer, args[0], z.detach()))
 
         hooks = [layer.register_forward_hook(note) for layer in self.layers]
-        try:
+        with undone(partial(_remove, hooks)):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def value(self) -> Tensor:
         """The mean over the samples."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from opteq.checks import all_finite, invalid
+from opteq.checks import all_finite, invalid, undone
 from opteq.equilibrium import observe
 from opteq.training.processes import World
 from opteq.training.watch import Health, Watch
@@ -148,12 +148,14 @@ class Tally:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode; after it, every module is in its own mode again."""
     modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         for part, training in modes:
             part.training = training
+
+    with undone(undo):
+        model.eval()
+        yield
 
 
 @torch.no_grad()
