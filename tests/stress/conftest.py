@@ -1,7 +1,7 @@
 """How much the stress tests do, and the line that each part prints about it.
 
 Without OPTEQ_STRESS they take seconds, as part of all tests; `make stress` sets it to 1 for the full amount. Other numbers are
-shares of that: OPTEQ_STRESS=0.1 for a tenth.
+shares of that: OPTEQ_STRESS=0.1 for a tenth. What a full run counted is kept in results/verify/stress.json.
 """
 
 import os
@@ -13,8 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from conformance import write_verify
+
 SHARE = float(os.environ.get("OPTEQ_STRESS", 0))
+LEAST = {"randomised solves": 20_000, "mutated files": 5_000, "interruptions": 200}  # of a full run
 _KEY = "stress: "
+_BEGUN = time.monotonic()
 
 
 @pytest.fixture(scope="session")
@@ -54,15 +58,27 @@ def _temporary() -> set[str]:
     return {name for name in os.listdir(tempfile.gettempdir()) if name.endswith(".tmp") or name.startswith("opteq")}
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def _totals(terminalreporter: pytest.TerminalReporter) -> dict[str, int]:
     """The sums over all tests, also of those that other processes ran."""
     total: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             for key, count in getattr(report, "user_properties", ()) if getattr(report, "when", "") == "call" else ():
-                total[key] += count
-    found = {key.removeprefix(_KEY): count for key, count in total.items() if key.startswith(_KEY)}
-    if found:
-        terminalreporter.section("stress")
-        for what in sorted(found):
-            terminalreporter.write_line(f"{found[what]:>10,} {what}")
+                if key.startswith(_KEY):
+                    total[key.removeprefix(_KEY)] += count
+    return dict(sorted(total.items()))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the sums; those of a full run that passed are kept."""
+    totals, stats = _totals(terminalreporter), terminalreporter.stats
+    if not totals:
+        return
+    terminalreporter.section("stress")
+    for what, count in totals.items():
+        terminalreporter.write_line(f"{count:>10,} {what}")
+    if SHARE >= 1 and not stats.get("failed") and not stats.get("error") and totals.keys() >= LEAST.keys():
+        short = {what: (totals[what], least) for what, least in LEAST.items() if totals[what] < least}
+        assert not short, f"fewer than there must be: {short}"
+        seconds = round(time.monotonic() - _BEGUN)
+        write_verify("stress", {"least": LEAST, "done": totals, "tests": len(stats["passed"]), "seconds": seconds})
