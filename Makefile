@@ -5,7 +5,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit coverage lint types test-browser verify bench docs clean
+.PHONY: help demo test unit coverage lint types test-browser verify stress soak bench docs clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -36,8 +36,14 @@ types: .venv/.installed  ## Check the types of the library.
 verify: .venv/.installed  ## Run the full-size checks; they write results/verify/*.json.
 	$(BIN)/python -m pytest -m verify -n 0 -v
 
-bench: .venv/.bench  ## Compare with other libraries, interleaved in one run.
-	$(BIN)/python benchmarks/run.py
+stress: .venv/.installed  ## Random problems, files and interruptions, in full; OPTEQ_STRESS=0.1 for a tenth of them.
+	OPTEQ_STRESS=$${OPTEQ_STRESS:-1} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m stress tests/stress
+
+soak: .venv/.installed  ## Train for 30 minutes with a checkpoint every 5 s: memory and open files must stay as they are.
+	OMP_NUM_THREADS=1 $(BIN)/python tests/stress/soak.py --minutes 30
+
+bench: .venv/.bench  ## Compare with other libraries, interleaved; BENCH="--quick" takes two minutes.
+	$(BIN)/python benchmarks/run.py $(BENCH)
 
 docs: .venv/.docs  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

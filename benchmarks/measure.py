@@ -1,12 +1,19 @@
-"""Times in one interleaved run, and what they are held against."""
+"""Times in one interleaved run, what they are held against, and the laws by which they grow."""
 
+import os
+import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import nnls
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -19,7 +26,7 @@ class Ratio:
     high: float
 
     @classmethod
-    def of(cls, above: list[float], below: list[float]) -> "Ratio":
+    def of(cls, above: Sequence[float], below: Sequence[float]) -> "Ratio":
         ratios = sorted(a / b for a, b in zip(above, below, strict=True))
         quarter = len(ratios) // 4
         return cls(statistics.median(ratios), ratios[quarter], ratios[-1 - quarter])
@@ -40,11 +47,28 @@ def interleaved(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> di
     return times
 
 
+def cores(run: Callable[[], Any]) -> float:
+    """How many cores the process was busy on during a call: whether a limit on the threads was kept."""
+    begun, worked = time.perf_counter(), time.process_time()
+    run()
+    return (time.process_time() - worked) / (time.perf_counter() - begun)
+
+
 def flops(run: Callable[[], Any]) -> int:
     """Floating-point operations of the matrix products and convolutions of a call."""
     with FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops()
+
+
+def operations(run: Callable[[], Any], most: int = 6) -> dict[str, float]:
+    """The operations of torch that took most of the time of a call, each with its share."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    events = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+    total = sum(events.values())
+    largest = sorted(events, key=events.__getitem__, reverse=True)[:most]
+    return {key.removeprefix("aten::"): events[key] / total for key in largest}
 
 
 class Gemm:
@@ -56,3 +80,47 @@ class Gemm:
 
     def __call__(self) -> torch.Tensor:
         return self.a @ self.a
+
+
+# --- laws -----------------------------------------------------------------------------------------------------------------------
+
+
+def power_law(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """c and p of y = c x^p, by least squares in log-log."""
+    p, log_c = np.polyfit(np.log(x), np.log(y), 1)
+    return float(np.exp(log_c)), float(p)
+
+
+def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """a and b of y = a + b x, by least squares."""
+    b, a = np.polyfit(x, y, 1)
+    return float(a), float(b)
+
+
+def linear_and_square(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """a, b >= 0 of y = a x + b x^2, by least squares of the relative errors."""
+    x_, y_ = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    (a, b), _ = nnls(np.stack([x_ / y_, x_**2 / y_], axis=1), np.ones_like(y_))
+    return float(a), float(b)
+
+
+# --- the machine ----------------------------------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    """The class of the machine: what its processor can do, not which one it is."""
+    return {
+        "processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+    }
+
+
+def import_seconds(rounds: int) -> list[float]:
+    """How long `import opteq` takes after `import torch`, in a process of its own, turn by turn."""
+    code = "import time, torch; begun = time.perf_counter(); import opteq; print(time.perf_counter() - begun)"
+    command = [sys.executable, "-c", code]
+    found = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(rounds + 1)]
+    return found[1:]  # the first may have compiled the modules

@@ -29,7 +29,8 @@ class Problem:
     tol: float
     plain: Callable[[Any, Tensor], Function]
     train: bool = True
-    goal: float | None = None  # how many times as fast as the best of torchdeq
+    goal: float | None = None  # how many times as fast as the first of the peers
+    peers: tuple[str, ...] = ("torchdeq", "torchdeq-anderson", "torchdeq-iteration", "unrolled", "jax")
 
     def layer(self) -> Equilibrium:
         """Ours: nothing is chosen but the tolerance."""
