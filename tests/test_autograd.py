@@ -575,3 +575,33 @@ def test_a_log_keeps_no_graph_and_modules_keep_nothing(captured):
         assert gone() is None
     finally:
         gc.enable()
+
+
+# --- the cost of a backward pass ------------------------------------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """tanh(z A' + x), which notes its calls in a list."""
+
+    def __init__(self, calls: list[Tensor]) -> None:
+        super().__init__()
+        self.A, self.note = nn.Parameter(with_norm(randn(4, 4), 0.8)), calls.append
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        self.note(z)
+        return torch.tanh(z @ self.A.T + x)
+
+
+def test_a_plain_backward_pass_evaluates_f_once_and_one_that_is_differentiated_agrees():
+    calls: list[Tensor] = []
+    f, x, g = Counted(calls), randn(1, 4, seed=1), randn(1, 4, seed=2)
+    layer = tight(FunctionCell(f, (4,)), gradient=Implicit(stop=TIGHT))
+    found = {}
+    for create_graph in (False, True):
+        z = layer(x)
+        calls.clear()
+        found[create_graph] = torch.autograd.grad(z, f.A, g, create_graph=create_graph)[0]
+        if not create_graph:
+            assert len(calls) == 1
+    assert relative_error([found[False]], [found[True].detach()]) < 1e-12
+    assert found[True].requires_grad

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from opteq.batch import laid_out, norm, per_sample_like
 from opteq.checks import is_transformed
 from opteq.linear import LinearizedMap
-from opteq.solve import Map, Solution, Solver, Status, Stop, Trace, check_tensor, pullback, solve
+from opteq.solve import Jacobian, Map, Solution, Solver, Status, Stop, Trace, check_tensor, pullback, solve
 
 Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # z, codes, residual, steps
 
@@ -106,8 +106,7 @@ def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = 
 
     `closed`: whether those tensors are all fields of fn; None finds out.
     """
-    problem = replace(problem, logs=tuple({id(log): log for log in (*_logs.get(), *problem.logs)}.values()))
-    found = Record()
+    problem, found = _heard(problem), Record()
     if closed or (closed is None and _is_closed(fn, z0)):
         operands = (leaf.tensor for leaf in fn.leaves())
         outputs: Outputs = call(_Equilibrium, problem, fn.emptied(), found, z0.detach(), *operands)
@@ -115,6 +114,11 @@ def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = 
         outputs = _attach(fn, z0, problem, found)
     z, codes, residual, steps = outputs
     return Solution(z, codes, residual, steps, found.evals, problem.stop, found.trace), found
+
+
+def _heard(problem: Problem) -> Problem:
+    """The problem, with the logs that are open here."""
+    return replace(problem, logs=tuple({id(log): log for log in (*_logs.get(), *problem.logs)}.values()))
 
 
 _HAND_OVER = (
@@ -240,11 +244,9 @@ class _Equilibrium(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if ctx.nonfinite:
             operands, z, g = quarantined(ctx.template, operands, z, g, codes)
-        fn = ctx.template.filled(operands)
-        v = _linearized(fn, z, g, ctx.problem, transposed=True, closed=True)
         wanted = [i for i, need in enumerate(needed) if need]
-        with torch.autocast(z.device.type, enabled=False):
-            found = iter(pullback(_partial(ctx.template, operands, wanted, z), *(operands[i] for i in wanted))(v))
+        adjoint = _adjoint if _plain(g, z, *operands) else _differentiable_adjoint
+        found = iter(adjoint(ctx.template, operands, wanted, z, g, ctx.problem))
         return (None, None, None, None, *(next(found) if need else None for need in needed))
 
     @staticmethod
@@ -304,6 +306,46 @@ def _partial(template: Map, operands: Sequence[Tensor], wanted: Sequence[int], z
         return template.filled(full)(z)
 
     return partial
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether nobody will differentiate what is computed of the tensors now."""
+    return not torch.is_grad_enabled() and forward_ad._current_level < 0 and not any(is_transformed(t) for t in tensors)
+
+
+def _differentiable_adjoint(
+    template: Map, operands: Sequence[Tensor], wanted: Sequence[int], z: Tensor, g: Tensor, problem: Problem
+) -> Sequence[Tensor | None]:
+    """(df/dtheta)' v for the wanted operands theta, with v = J' v + g."""
+    v = _linearized(template.filled(operands), z, g, problem, transposed=True, closed=True)
+    with torch.autocast(z.device.type, enabled=False):
+        return pullback(_partial(template, operands, wanted, z), *(operands[i] for i in wanted))(v)
+
+
+def _adjoint(
+    template: Map, operands: Sequence[Tensor], wanted: Sequence[int], z: Tensor, g: Tensor, problem: Problem
+) -> Sequence[Tensor | None]:
+    """The same in one evaluation of f: its graph serves J' v, for the solvers that ask for it, and the operands."""
+    z, chosen = z.detach().requires_grad_(), [operands[i].detach().requires_grad_() for i in wanted]
+    partial = _partial(template, operands, wanted, z)
+    graph: list[Tensor] = []
+
+    def value() -> Tensor:
+        if not graph:
+            with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
+                graph.append(partial(*chosen))
+        return graph[0]
+
+    def vjp(v: Tensor) -> Tensor:
+        return torch.autograd.grad(value(), z, v, retain_graph=True, materialize_grads=True)[0]
+
+    fn = template.filled(operands)
+    known = Jacobian(jvp=lambda v: fn.linearize(z.detach()).jvp(v), vjp=vjp, symmetric=fn.symmetric)
+    g = laid_out(g, z)
+    equation = LinearizedMap(fn, True, z.detach(), g, known)
+    derived = _heard(problem.derived(fn, z.dtype, "backward"))
+    v = _run(equation, torch.zeros_like(g), derived, Record())[0]
+    return torch.autograd.grad(value(), chosen, v, allow_unused=True)
 
 
 def _linearized(fn: Map, z: Tensor, g: Tensor, problem: Problem, *, transposed: bool, closed: bool) -> Tensor:

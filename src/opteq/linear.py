@@ -4,7 +4,7 @@ They are Solvers like any other and run in the one loop of `solve`, which stops 
 M is the Jacobian of a map, or its transpose, known by its products only.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Self
 
@@ -30,6 +30,7 @@ class LinearizedMap(Map):
     transposed: bool
     z: Tensor = per_sample()
     g: Tensor = per_sample()
+    known: Jacobian | None = field(default=None, compare=False, repr=False)  # J, where somebody has it already
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
@@ -50,7 +51,13 @@ class LinearizedMap(Map):
     @cached_property
     def jacobian(self) -> Jacobian:
         """J, linearised once however many products follow."""
-        return self.base.linearize(self.z)
+        return self.base.linearize(self.z) if self.known is None else self.known
+
+    def select(self, rows: Tensor) -> Self:
+        return replace(super().select(rows), known=None)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        return replace(super().to(dtype), known=None)
 
     def product(self, v: Tensor) -> Tensor:
         """M v."""
@@ -333,11 +340,12 @@ class GMRES(Solver):
     """min |g - (I - M) v| over growing Krylov spaces, begun anew every `restart` steps; one product a step, restart + 4 vectors.
 
     `brisk`: while each term of the series v = g + M g + ... has at most this part of the length of the last, a sample sums the
-    series, which needs three vectors and no projections; 0: never. Saad and Schultz (1986), with Gram-Schmidt done twice.
+    series, which needs three vectors and no projections; 0: never. Saad and Schultz (1986), with Gram-Schmidt done
+    twice where once does not do.
     """
 
     restart: int = 30
-    brisk: float = 0.3
+    brisk: float = 0.4
 
     def __post_init__(self) -> None:
         check_integer(self, "restart", self.restart, 1)
@@ -413,6 +421,9 @@ def _roomy(state: GMRESState, most: int) -> GMRESState:
     return replace(state, V=V, R=V.new_zeros(batch, most, most), Q=Q)
 
 
+_PARALLEL = 0.1  # a vector that loses more than this to a projection is projected once more
+
+
 def _expanded(state: GMRESState, w: Tensor, most: int) -> GMRESState:
     """One more column of H, rotated into R, for the samples that are not brisk: w = (I - M) v, v the last row of V."""
     state = _roomy(state, most)
@@ -420,12 +431,14 @@ def _expanded(state: GMRESState, w: Tensor, most: int) -> GMRESState:
     rows = (~state.brisk).nonzero()[:, 0]
     j = state.j[rows]
     basis = V[:, : top + 1]
-    h = torch.zeros_like(basis[:, :, 0])
-    for _ in range(2):
+    before = norm(w)
+    h = dots(basis, w)
+    w.sub_(combine(h, basis))
+    rest = norm(w)
+    if not (rest > _PARALLEL * before)[rows].all():  # most of w was in the span of V: what is left may not be orthogonal to it
         part = dots(basis, w)
         w.sub_(combine(part, basis))
-        h = h + part
-    rest = norm(w)
+        h, rest = h + part, norm(w)
     dependent = rest <= torch.finfo(w.dtype).eps * norm(h)  # the Krylov space is exhausted
     w.div_(torch.where(dependent, 1, rest)[:, None])
     w.masked_fill_((dependent | state.brisk)[:, None], 0)
