@@ -1,10 +1,15 @@
 """What the random problems found, as small as it goes."""
 
+import gzip
+import struct
+
 import pytest
 import torch
 
+from data_files import write_idx
 from opteq import Equilibrium, Status, Stop
 from opteq.cells import Monotone, Multiscale, Residual
+from opteq.data import load
 from opteq.solvers import PeacemanRachford
 from processes import finish, in_child
 
@@ -43,3 +48,14 @@ def test_norms_learn_also_behind_fixed_weights_and_with_the_channels_together(ce
         torch.testing.assert_close(gradients(torch.channels_last), gradients(torch.contiguous_format))
 
     assert finish(in_child(both)) == 0
+
+
+@pytest.mark.parametrize("head", [(0x803, 4), (0x803, 4, 0), (0x803, 4, 28), (0x803, 4, 28, 0), (0x803, 4, 0, 0)])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+def test_an_idx_file_that_ends_in_its_header_or_has_images_without_pixels_is_refused(tmp_path, packed, head):
+    """What was missing of the header was taken for zeros: four images of 0 x 0."""
+    write_idx(tmp_path, (6, 4), packed=packed)
+    path, content = tmp_path / f"t10k-images-idx3-ubyte{'.gz' if packed else ''}", struct.pack(f">{len(head)}I", *head)
+    path.write_bytes(gzip.compress(content) if packed else content)
+    with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte\S* must begin with 16 bytes: how many items"):
+        load("mnist", tmp_path, verify=False)

@@ -61,9 +61,13 @@ def _idx_array(folder: Path, name: str, published: dict[str, str]) -> _Array:
 
 def _idx_content(path: Path, file: BinaryIO | gzip.GzipFile, dimensions: int) -> _Array:
     start = 4 * (1 + dimensions)
-    magic, *shape = struct.unpack(f">{1 + dimensions}I", _bytes(file, start).ljust(start, b"\0"))
+    head = _bytes(file, start)
+    magic, *shape = struct.unpack(f">{1 + dimensions}I", head.ljust(start, b"\0"))
     if magic != 0x800 + dimensions:
         raise ValueError(f"{path} is not an IDX file of bytes: its magic number must be {0x800 + dimensions}. Got {magic} instead.")
+    if len(head) < start or 0 in shape[1:]:
+        got = f"the sizes {shape}" if len(head) == start else f"{len(head)} bytes"
+        raise ValueError(f"{path} must begin with {start} bytes: how many items there are, and their sizes. Got {got} instead.")
     size = math.prod(shape)
     data = _bytes(file, size + 1)
     if len(data) != size:
