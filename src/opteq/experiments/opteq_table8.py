@@ -87,7 +87,7 @@ class Config:
 
 PRESETS = {
     "smoke": Config("digits", 100, None, (4, 8), 4, 1, (1, 2), 1, 50, 0.05, "onecycle", 1),
-    "small": Config(limit=8000, tests=4000, stride=4, epochs=3, lr=0.05, schedule="onecycle", repeats=9),
+    "small": Config(limit=8000, tests=4000, stride=8, epochs=4, lr=0.05, schedule="onecycle", repeats=9),
     "paper": Config(),
 }
 
