@@ -1,7 +1,8 @@
 """How much the stress tests do, and the line that each part prints about it.
 
 Without OPTEQ_STRESS they take seconds, as part of all tests; `make stress` sets it to 1 for the full amount. Other numbers are
-shares of that: OPTEQ_STRESS=0.1 for a tenth. What a full run counted is kept in results/verify/stress.json.
+shares of that: OPTEQ_STRESS=0.1 for a tenth. What a full run counted is kept in
+results/verify/stress.json and shown in docs/robustness.md.
 """
 
 import os
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import page
 import pytest
 
 from conformance import write_verify
@@ -82,3 +84,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         assert not short, f"fewer than there must be: {short}"
         seconds = round(time.monotonic() - _BEGUN)
         write_verify("stress", {"least": LEAST, "done": totals, "tests": len(stats["passed"]), "seconds": seconds})
+        page.write()

@@ -14,9 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import page
 import torch
 
 import survivor
+from conformance import write_verify
 from opteq.training import Callback, fit
 
 WARM = 0.2  # of the time, before memory is looked at
@@ -89,7 +91,11 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         found = soak(Path(folder), 60 * arguments.minutes)
-    print(json.dumps({**asdict(found), "limit": LIMIT, "sound": found.sound}, indent=2))
+    told = {**asdict(found), "limit": LIMIT, "sound": found.sound}
+    print(json.dumps(told, indent=2))
+    if arguments.minutes >= 30:
+        write_verify("stress_soak", told)
+        page.write()
     return 0 if found.sound else 1
 
 
