@@ -57,6 +57,16 @@ def check_clear(error: Exception | Warning, folder: Path) -> None:
     assert len(text) < 1000 + 2 * len(str(folder))
 
 
+MODEL = {"W": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.ones(3, dtype=torch.float64)}
+
+
+def check_model(folder: Path) -> None:
+    """The weights exactly, or an error."""
+    found = Run.read(folder).read_tensors("model.safetensors")
+    assert found.keys() == MODEL.keys()
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in MODEL.items())
+
+
 def made_run(folder: Path) -> list[Checkpoint]:
     """A run with two checkpoints, metrics, a result and a model."""
     kept = []
@@ -67,6 +77,7 @@ def made_run(folder: Path) -> list[Checkpoint]:
             kept.append(Checkpoint(step, tensors, {"step": step, "nan": float("nan"), "list": [1, 2.5, None]}))
             run.save(kept[-1])
         run.write("result.json", {"steps": 2})
+        run.write_tensors("model.safetensors", MODEL)
     return kept
 
 
@@ -100,6 +111,7 @@ READERS: list[Callable[[Path], object]] = [
     lambda folder: Run.read(folder).read_json("result.json"),
     lambda folder: Run.read(folder).read_json("environment.json"),
     lambda folder: read_all([folder]),
+    check_model,
 ]
 
 

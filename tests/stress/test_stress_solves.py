@@ -31,6 +31,11 @@ def test_every_solution_is_what_it_says(part, amount, tally):
     tally("randomised solves", sum(checked(make_case(seed)) for seed in range(part * 1_000_000, part * 1_000_000 + count)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype, amount, tally):
+    tally("randomised solves", sum(checked(make_case(seed, dtype=dtype)) for seed in range(amount(4, 250))))
+
+
 def test_large_batches_of_few_numbers(amount, tally):
     seeds = range(amount(1, 30))
     tally("randomised solves", sum(checked(make_case(seed, batch=10_000, width=1 + seed % 4)) for seed in seeds))
