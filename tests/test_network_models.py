@@ -95,6 +95,13 @@ ZOO = small_zoo()
 
 
 @pytest.mark.parametrize("name", ZOO)
+def test_weights_begin_at_half_or_as_a_convolution_draws_them():
+    for draw, low, high in (("half", 0.3, 0.7), ("conv2d", 0.8, 2.2)):
+        torch.manual_seed(0)
+        norms = [float(operator_norm(layer.operator(), (16, 16))) for layer in deep_opteq(3, 10, draw=draw).equilibrium.cell.layers]
+        assert all(low < norm < high for norm in norms), (draw, norms)
+
+
 def test_a_network_has_logits_gradients_copies_and_a_state(name):
     model, x, shape = copy.deepcopy(ZOO[name])
     model.standardize = Standardize.of(x)
@@ -586,6 +593,11 @@ REFUSED = [
     (lambda: Segmenter(None, nn.Identity(), nn.Identity()), "The 'extractor' parameter of Segmenter must be an nn.Module"),
     (lambda: feed_forward(3, 10).solve(torch.zeros(1, 3, 32, 32)), "Classifier with a FeedForward .* has no equilibrium"),
     (lambda: feed_forward(3, 10)(torch.zeros(1, 3, 32, 32), torch.zeros(1)), "The 'z0' parameter of Classifier must be None"),
+    (lambda: deep_opteq(3, 10, draw="he"), "The 'draw' parameter of deep_opteq must be 'half' or 'conv2d'. Got 'he'"),
+    (
+        lambda: deep_opteq(3, 10, draw="conv2d", constrained=True),
+        "The 'draw' parameter of deep_opteq must be 'half' for constrained",
+    ),
     (lambda: deep_opteq(3, 10)(torch.zeros(1, 3, 32, 32, dtype=torch.uint8)), "The 'x' parameter of Classifier must be a floating"),
     (lambda: deep_opteq(3, 10)(torch.zeros(1, 1, 32, 32)), r"The 'x' parameter of Stem must be of shape \[batch, 3, height"),
     (lambda: deep_opteq(3, 10)(torch.zeros(3, 32, 32)), r"The 'x' parameter of Stem must be of shape \[batch, 3, height"),

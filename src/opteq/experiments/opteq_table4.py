@@ -3,8 +3,7 @@
 Deep OptEq with the channels 16, 32, 64, 64, 128 behind a single convolution, a monotone operator network (MON) of one convolution,
 a neural ODE, an augmented neural ODE, and the plain network of layers of Table 3, all of 160k to 172k parameters. The paper trains
 for 200 epochs on a GPU; the accuracies that it prints are in `PAPER` (that of the plain network is Table 3's, of 199k parameters).
-It does not say how long each takes. Here OptEq and the plain network have batch norms, which the paper's equations have not, and
-OptEq's weights are held in ||W||^2 <= 1.
+It does not say how long each takes. Here OptEq and the plain network have batch norms, which the paper's equations have not.
 
 Here each network gets the same time on one core, `minutes`, in which they make very different numbers of epochs: a step of OptEq
 unrolls a few steps at half the side of the image, while MON's solver and the ODE's work at its full size with many more channels.
@@ -86,7 +85,7 @@ def networks(config: Config) -> dict[str, Model]:
     images = config.data != "digits"
     stride, parameters = (2, 162_000) if images else (1, None)
     unrolled = Solve(gradient="unrolled", steps=config.steps)
-    deep = Deep(config.channels, config.hidden, stride=stride, pool=2, solve=unrolled)
+    deep = Deep(config.channels, config.hidden, stride=stride, pool=2, constrained=False, draw="conv2d", solve=unrolled)
     plain = FeedForward(config.channels, config.hidden, stride=stride, pool=2, parameters=parameters)
     return {
         "deep OptEq": deep,

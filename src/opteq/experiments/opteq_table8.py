@@ -77,6 +77,7 @@ class Config:
     hidden: tuple[int, ...] = (16, 32, 64, 128, 128)
     channels: int = 29
     stride: int = 2
+    pool: int = 4
     depths: tuple[int, ...] = (5, 10, 20, 40)
     epochs: int = 200
     batch: int = 125
@@ -86,8 +87,8 @@ class Config:
 
 
 PRESETS = {
-    "smoke": Config("digits", 100, None, (4, 8), 4, 1, (1, 2), 1, 50, 0.05, "onecycle", 1),
-    "small": Config(limit=8000, tests=4000, stride=8, epochs=4, lr=0.05, schedule="onecycle", repeats=9),
+    "smoke": Config("digits", 100, None, (4, 8), 4, 1, 4, (1, 2), 1, 50, 0.05, "onecycle", 1),
+    "small": Config(limit=10_000, tests=5000, stride=8, epochs=5, lr=0.1, schedule="onecycle", repeats=9),
     "paper": Config(),
 }
 
@@ -102,7 +103,10 @@ def ways(config: Config) -> dict[str, Solve]:
 
 def recipe(config: Config, solve: Solve, options: Options) -> Recipe:
     """The training of one network."""
-    model = Deep(config.channels, config.hidden, stride=config.stride, alpha=0.8, solve=solve)
+    model = Deep(
+        config.channels, config.hidden, stride=config.stride, pool=config.pool, alpha=0.8, constrained=False, draw="conv2d",
+        solve=solve,
+    )  # fmt: skip
     train = TrainConfig(
         epochs=config.epochs, batch_size=config.batch, optimizer="sgd", lr=config.lr, weight_decay=6e-4,
         schedule=config.schedule, clip=1.0, crop=0 if config.data == "digits" else 4, flip=config.data != "digits",

@@ -1,5 +1,9 @@
 """The networks of the papers' experiments on small images, as functions of their sizes."""
 
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
+
 from torch import nn
 
 from opteq.activations import Activation
@@ -16,6 +20,19 @@ from opteq.models.ode import ConvField, NeuralODE
 from opteq.models.parts import NormKind, Pooled, Scores, Stem, Strided, check_widths
 from opteq.regularizers import Regularizer
 from opteq.solve import Solver, Stop
+
+Draw: TypeAlias = Literal["half", "conv2d"]
+
+
+def _draw(layers: Sequence[ConvOptEq], draw: Draw, constrained: bool) -> None:
+    """W as nn.Conv2d draws it, if that was asked for."""
+    if draw not in get_args(Draw):
+        raise ValueError(invalid("deep_opteq", "draw", " or ".join(map(repr, get_args(Draw))), draw))
+    if draw == "conv2d":
+        if constrained:
+            raise ValueError(invalid("deep_opteq", "draw", "'half' for constrained layers, whose norm is at most 1", draw))
+        for layer in layers:
+            nn.init.kaiming_uniform_(layer.W, a=math.sqrt(5))
 
 
 def deep_opteq(
@@ -37,6 +54,7 @@ def deep_opteq(
     evaluation: Evaluation = "batch",
     learn_alpha: bool = False,
     constrained: bool = False,
+    draw: Draw = "half",
     solver: Solver | None = None,
     stop: Stop | None = None,
     gradient: Gradient | None = None,
@@ -47,14 +65,16 @@ def deep_opteq(
     With the sizes as they are it has 161,670 parameters on CIFAR-10, for Table 4's 162k; `hidden=(16, 32, 64, 128, 128), pool=4`
     has 198,622, for the 199k of Tables 3, 5 and 8; `channels=84, hidden=(48, 96, 192, 192, 384)` has 1,387,594, for 1.4M.
     `stride` and `extractor_kernel` are those of the extractor (28 x 28 or 32 x 32 images: 2; 8 x 8: 1), `norm` one behind the
-    extractor and one before the pooling, never inside f: "batch" learns much faster than None. The rest is as in DeepOptEq,
-    ConvOptEq and Equilibrium.
+    extractor and one before the pooling, never inside f: "batch" learns much faster than None. `draw`: how W begins, at norms of
+    about 1/2, where f forgets z within two steps, or as nn.Conv2d draws it, at 1 to 1.8 with these sizes, where it does not but
+    nothing promises an equilibrium. The rest is as in DeepOptEq, ConvOptEq and Equilibrium.
     Optimization induced equilibrium networks, Section 7.
     """
     layers = [
         ConvOptEq(channels, channels, width, kernel_size, activation=activation, alpha=alpha, constrained=constrained)
         for width in check_widths("deep_opteq", "hidden", hidden)
     ]
+    _draw(layers, draw, constrained)
     cell = DeepOptEq(
         layers, regularizer=regularizer, mode=mode, learn_alpha=learn_alpha, gamma=gamma, evaluation=evaluation
     )  # fmt: skip

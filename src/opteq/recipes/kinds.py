@@ -12,6 +12,7 @@ from opteq.cells.deep import Mode
 from opteq.cells.scaled_relu import ScaledReLUInit
 from opteq.data import Dataset
 from opteq.models.parts import NormKind
+from opteq.models.zoo import Draw
 from opteq.recipes.inputs import features, images, labels, vectors
 from opteq.recipes.solving import AUTO, Solve
 from opteq.regularizers import HSIC, L1, L2, Decorrelation, Incay, Regularizer
@@ -51,6 +52,8 @@ class Deep:
     """Learn the alpha of each layer."""
     constrained: bool = True
     """Keep ||W||^2 L below mu, so that the equilibrium exists and is unique throughout the training."""
+    draw: Draw = "half"
+    """How W begins: at norms of about 1/2, or, without the constraint, as nn.Conv2d draws it, at norms above 1."""
     regularizer: RegularizerName = "none"
     """R of T_R, a step of which begins f."""
     regularizer_mode: Mode = "gradient"
@@ -65,8 +68,8 @@ class Deep:
             images("deep", dataset)[0], labels("deep", dataset), channels=self.channels, hidden=self.hidden,
             kernel_size=self.kernel_size, stride=self.stride, pool=self.pool, norm=self.norm, alpha=self.alpha,
             activation=self.activation, regularizer=regularizer(self.regularizer), mode=self.regularizer_mode, gamma=self.gamma,
-            learn_alpha=self.learn_alpha, constrained=self.constrained, solver=self.solve.method(), stop=self.solve.stop(),
-            gradient=self.solve.derivative(),
+            learn_alpha=self.learn_alpha, constrained=self.constrained, draw=self.draw, solver=self.solve.method(),
+            stop=self.solve.stop(), gradient=self.solve.derivative(),
         )  # fmt: skip
 
 
