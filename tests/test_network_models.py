@@ -95,13 +95,6 @@ ZOO = small_zoo()
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_weights_begin_at_half_or_as_a_convolution_draws_them():
-    for draw, low, high in (("half", 0.3, 0.7), ("conv2d", 0.8, 2.2)):
-        torch.manual_seed(0)
-        norms = [float(operator_norm(layer.operator(), (16, 16))) for layer in deep_opteq(3, 10, draw=draw).equilibrium.cell.layers]
-        assert all(low < norm < high for norm in norms), (draw, norms)
-
-
 def test_a_network_has_logits_gradients_copies_and_a_state(name):
     model, x, shape = copy.deepcopy(ZOO[name])
     model.standardize = Standardize.of(x)
@@ -647,3 +640,10 @@ REFUSED = [
 def test_what_does_not_fit_is_refused_in_words(make, said):
     with pytest.raises((TypeError, ValueError), match=said):
         make()
+
+
+def test_weights_begin_at_half_or_as_a_convolution_draws_them():
+    for draw, low, high in (("half", 0.3, 0.7), ("conv2d", 0.8, 2.2)):
+        torch.manual_seed(0)
+        norms = [float(operator_norm(layer.operator(), (16, 16))) for layer in deep_opteq(3, 10, draw=draw).equilibrium.cell.layers]
+        assert all(low < norm < high for norm in norms), (draw, norms)
