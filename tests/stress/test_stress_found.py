@@ -10,6 +10,7 @@ from data_files import write_idx
 from opteq import Equilibrium, Status, Stop
 from opteq.cells import Monotone, Multiscale, Residual
 from opteq.data import load
+from opteq.recipes import Recipe, RecipeError
 from opteq.solvers import PeacemanRachford
 from processes import finish, in_child
 
@@ -59,3 +60,12 @@ def test_an_idx_file_that_ends_in_its_header_or_has_images_without_pixels_is_ref
     path.write_bytes(gzip.compress(content) if packed else content)
     with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte\S* must begin with 16 bytes: how many items"):
         load("mnist", tmp_path, verify=False)
+
+
+@pytest.mark.parametrize("change", [{"data": "x" * 5000}, {"train": ["x" * 5000]}, {"x" * 5000: 1}, {"two\nlines": 1}])
+def test_an_error_about_a_configuration_is_one_short_line(change):
+    """It repeated the whole value."""
+    with pytest.raises(RecipeError) as error:
+        Recipe.from_json(Recipe().to_json() | change)
+    assert len(str(error.value)) < 700
+    assert "\n" not in str(error.value)

@@ -28,9 +28,8 @@ def encode(value: Any) -> Any:
 def decode(kind: type[T], value: Any, path: str) -> T:
     """The dataclass of which `encode` gave the value. Every field must be there, of its type, and no other."""
     if not isinstance(value, Mapping):
-        raise RecipeError(
-            f"{path or 'the configuration'} must be an object with the fields {', '.join(_names(kind))}. Got {value!r}."
-        )
+        known, got = ", ".join(_names(kind)), reprlib.repr(value)
+        raise RecipeError(f"{path or 'the configuration'} must be an object with the fields {known}. Got {got}.")
     check_names(value, _names(kind), path)
     hints = get_type_hints(kind)
     given = {name: _value(hints[name], value[name], _join(path, name)) for name in _names(kind)}
@@ -47,7 +46,8 @@ def check_names(given: Iterable[str], known: Iterable[str], path: str) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}."
-            raise RecipeError(f"{_join(path, name)} is no setting: {hint}")
+            shown = name if name.isidentifier() and len(name) < 50 else reprlib.repr(name)
+            raise RecipeError(f"{_join(path, shown)} is no setting: {hint}")
     for name in known:
         if name not in given:
             raise RecipeError(f"{_join(path, name)} is missing.")
