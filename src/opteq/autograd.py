@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from opteq.batch import laid_out, norm, per_sample_like
-from opteq.checks import is_transformed
+from opteq.checks import is_transformed, undone
 from opteq.linear import LinearizedMap
 from opteq.solve import Jacobian, Map, Solution, Solver, Status, Stop, Trace, check_tensor, pullback, solve
 
@@ -54,12 +54,15 @@ def record(*, iterates: bool = False) -> Iterator[Log]:
     """
     log = Log()
     log.iterates = iterates
-    token = _logs.set((*_logs.get(), log))
-    try:
-        yield log
-    finally:
-        _logs.reset(token)
+    before = _logs.get()
+
+    def undo() -> None:
         log.open = False
+        _logs.set(before)
+
+    with undone(undo):
+        _logs.set((*before, log))
+        yield log
 
 
 def new_trace() -> Trace | None:

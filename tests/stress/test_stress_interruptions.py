@@ -18,6 +18,7 @@ import grid_work
 import report_runs
 import survivor
 from opteq import Equilibrium, Stop
+from opteq.autograd import _logs
 from opteq.cells import DeepOptEq, OptEq
 from opteq.diagnostics import data_loss, landscape
 from opteq.equilibrium import _observers
@@ -52,6 +53,7 @@ def check_undisturbed() -> None:
     assert not torch.is_inference_mode_enabled()
     assert not torch.is_autocast_enabled("cpu")
     assert _observers.get() == ()
+    assert _logs.get() == ()
 
 
 def test_solves(amount, tally):
