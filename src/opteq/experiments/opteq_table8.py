@@ -306,7 +306,7 @@ def against(equal: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
 def figure(result: Result) -> "Figure":
     """Accuracy against the seconds of inference and backward pass, and residual and memory against K."""
     rows = result["series"]["rows"]
-    with new_figure((6.5, 2.4)) as page:
+    with new_figure((6.5, 2.6)) as page:
         panels = page.subplots(1, 3)
         for name, row in rows.items():
             colour, marker = (COLOURS[1], "s") if name in IMPLICIT else (COLOURS[0], "o")
@@ -318,10 +318,10 @@ def figure(result: Result) -> "Figure":
         for axes, label in zip(panels, ("accuracy in %", "relative residual", "MB of a step"), strict=True):
             axes.set(ylabel=label, xscale="log")
             axes.xaxis.set_minor_formatter("")
-            axes.margins(x=0.3, y=0.15)
+            axes.margins(x=0.35, y=0.15)
             axes.grid(visible=True)
         panels[1].set_yscale("log")
-        page.supxlabel("seconds of an inference and a backward pass", fontsize=8)
+        panels[1].set_xlabel("seconds of an inference and a backward pass")
         panels[0].plot([], [], "o", color=COLOURS[0], markersize=4, label="unrolled")
         panels[0].plot([], [], "s", color=COLOURS[1], markersize=4, label="implicit")
         page.legend(loc="outside lower center", ncols=2)
