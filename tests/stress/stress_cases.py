@@ -92,7 +92,7 @@ def make_case(seed: int, **fixed: object) -> Case:
     batch = fixed.get("batch") or draw.choice([1, 2, 3, 7, 33])
     scale = fixed["scale"] if "scale" in fixed else draw.choice(SCALES)
     scale = min(scale, 1e12) if isinstance(cell, Residual | Multiscale) else scale  # PyTorch's group norm squares in float32
-    solver, gradient, direct = _method(draw, cell)
+    solver, gradient, direct = _method(draw, cell, dtype)
     x = _laid_out(torch.randn(batch, *shape, dtype=torch.float64).mul_(scale).to(dtype), draw)
     x, bad = (x, frozenset[int]()) if direct else _planted(x, draw)  # it is the layer that sets such samples aside
     mode = draw.choice(["grad", "grad", "no_grad", "inference"])
@@ -104,10 +104,10 @@ def make_case(seed: int, **fixed: object) -> Case:
     return Case(seed, cell, x, z0, solver, stop, gradient, mode, bad, direct)
 
 
-def _method(draw: random.Random, cell: Cell) -> tuple[Solver | None, Gradient, bool]:
+def _method(draw: random.Random, cell: Cell, dtype: torch.dtype) -> tuple[Solver | None, Gradient, bool]:
     solvers = [None, None, Picard(), Picard(0.5), Anderson(), Anderson(memory=2), Broyden(), Newton(), Accelerated(), SAM(L2())]
     if isinstance(cell, MonotoneCell):
-        resolvent = not isinstance(cell, MonotoneConv) or cell.padding == "circular"
+        resolvent = dtype in (torch.float32, torch.float64) and getattr(cell, "padding", "circular") == "circular"
         solvers += [ForwardBackward(), *([PeacemanRachford(), PeacemanRachford(0.7)] if resolvent else [])]
     solver = draw.choice(solvers)
     gradient = draw.choice([Implicit(), Implicit(), Phantom(), JacobianFree(), Unrolled(4)])

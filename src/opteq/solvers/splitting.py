@@ -229,9 +229,10 @@ class PeacemanRachford(Solver):
         base = _base(self, fn)
         if not base.has_resolvent():
             raise TypeError(
-                f"PeacemanRachford needs the resolvent (I + alpha (I - W))^-1, and none is known for this W in {base.u.dtype}, as "
-                "for a convolution with zero padding. (a) Give the cell padding='circular', (b) take Anderson(), or "
-                "(c) ForwardBackward(), which converges for certain, but slowly where ||I - W|| is many times m."
+                f"PeacemanRachford needs the resolvent (I + alpha (I - W))^-1, and none is known for this W in {base.u.dtype}: "
+                "half precision has none, nor has a convolution with zero padding. (a) Take float32 or float64, and for a "
+                "convolution padding='circular', (b) take Anderson(), or (c) ForwardBackward(), which converges for certain, "
+                "but slowly where ||I - W|| is many times m."
             )
         step = base.resolved_step() if isinstance(self.alpha, str) else float(self.alpha)
         return _form(fn, base, step, base.reflection(step))
