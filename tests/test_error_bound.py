@@ -375,8 +375,8 @@ def test_samples_that_are_not_finite_get_infinity_and_leave_the_others_alone(nam
     cell, x = KINDS[name].make(0), KINDS[name].x(0)
     z = cell.initial(x) + 0.5
     clean = error_bound(cell, x, z).bound
-    x[1].view(-1)[0] = bad
-    z[2].view(-1)[0] = bad
+    x[(1, *[0] * (x.ndim - 1))] = bad
+    z[(2, *[0] * (z.ndim - 1))] = bad
     bound = error_bound(cell, x, z).bound
     assert bound[1:3].tolist() == [math.inf, math.inf]
     assert torch.allclose(bound[[0, 3]], clean[[0, 3]], rtol=1e-12)

@@ -356,7 +356,7 @@ class GMRES(Solver):
         beta, j = norm(r), torch.zeros(len(z0), dtype=torch.long, device=z0.device)
         V = lined(r, z0).div(torch.where(beta > 0, beta, 1)[:, None])[:, None]
         R, Q = V.new_empty(len(V), 0, 0), V.new_empty(len(V), 0, 0)  # made when a sample needs them
-        brisk = torch.full_like(j, self.brisk > 0, dtype=torch.bool)
+        brisk = torch.full_like(j, self.brisk > 0 and not fn.coupled, dtype=torch.bool)  # samples that depend on others keep step
         return GMRESState(z0, evals, V, R, Q, beta, norm(z0), j, brisk, top=0)
 
     def step(self, fn: Map, state: State) -> GMRESState:
