@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import page
 import pytest
+import stress_page
 
 from conformance import write_verify
 
@@ -84,4 +84,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         assert not short, f"fewer than there must be: {short}"
         seconds = round(time.monotonic() - _BEGUN)
         write_verify("stress", {"least": LEAST, "done": totals, "tests": len(stats["passed"]), "seconds": seconds})
-        page.write()
+        stress_page.write()

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-import page
+import stress_page
 import torch
 
 import survivor
@@ -95,7 +95,7 @@ def main() -> int:
     print(json.dumps(told, indent=2))
     if arguments.minutes >= 30:
         write_verify("stress_soak", told)
-        page.write()
+        stress_page.write()
     return 0 if found.sound else 1
 
 

@@ -1,7 +1,7 @@
 """docs/robustness.md says what was measured."""
 
 import pytest
-from page import PAGE, split, stored, table
+from stress_page import PAGE, split, stored, table
 
 pytestmark = pytest.mark.stress
 

@@ -1,4 +1,4 @@
-"""What the full runs counted, as the table of docs/robustness.md: `python tests/stress/page.py` writes it anew."""
+"""What the full runs counted, as the table of docs/robustness.md: `python tests/stress/stress_page.py` writes it anew."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conformance import ROOT
 
 PAGE = ROOT / "docs" / "robustness.md"
-BEGIN, END = "<!-- written by tests/stress/page.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- written by tests/stress/stress_page.py -->\n", "<!-- end -->\n"
 
 
 def stored(name: str) -> dict[str, Any] | None:
