@@ -1,5 +1,6 @@
 """torchdeq: with the fastest of its settings that meets the tolerance, and as it is mostly used."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -30,7 +31,9 @@ def settings() -> Iterator[tuple[str, Callable[..., Any]]]:
 @cache
 def solvers() -> tuple[str, ...]:
     """The names of these settings, by which it knows them from here on."""
-    from torchdeq.solver import register_solver
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about its docstrings, when it is compiled
+        from torchdeq.solver import register_solver
 
     known = dict(settings())
     for name, solver in known.items():
