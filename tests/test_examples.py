@@ -40,6 +40,7 @@ def test_examples_run(path, capsys, monkeypatch, tmp_path):
     assert "CERTIFIED" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore")  # other libraries warn when they are imported
 def test_the_benchmark_runs(tmp_path, monkeypatch, capsys):
     path = ROOT / "benchmarks/run.py"
     arguments = ["opteq-forward", "overhead", "--rounds", "1", "--threads", "1", "--json", str(tmp_path / "figures.json")]
