@@ -53,9 +53,9 @@ def test_the_benchmark_runs(tmp_path, monkeypatch, capsys):
         torch.set_num_threads(threads)
     assert "Anderson" in capsys.readouterr().out
     (race,) = json.loads((tmp_path / "figures.json").read_text())["threads"]["1"]["races"]
-    for row in race["contestants"].values():  # torchdeq is among them only where it is installed
+    for name, row in race["contestants"].items():  # torchdeq and JAX are among them only where they are installed
         assert row["residual"] <= 1e-4
-        assert 0 < row["share_of_gemm"] < 1.5
+        assert name == "jax" or 0 < row["share_of_gemm"] < 1.5  # whose products torch does not see
 
 
 PUBLIC = {
