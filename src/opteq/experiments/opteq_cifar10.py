@@ -5,7 +5,7 @@ channels, pooling, a linear map; no regulariser. The paper has 85.7% after 200 e
 equations have no norms; here a batch norm stands behind the first convolution and one before the pooling, as in `deep_opteq`.
 
 Here it is trained on two cores of a CPU in at most two and a half hours. What makes that possible: a step of training makes three
-steps z <- f(z) without derivatives and unrolls two more (the phantom gradient), which learns as much as unrolling all five; and the
+steps z <- f(z) without derivatives and unrolls two more (the phantom gradient; not compared with unrolling all five); and the
 images are shrunk in the first two thirds of the training, where a step then costs a quarter and a half of what it costs at the end.
 The weights begin as nn.Conv2d draws them and are free, as in the paper: held in ||W||^2 <= 1 the norms of the last layers stay at
 that bound and the accuracy at 65% of the training images after 33 epochs. The test accuracy is that of the equilibrium itself,

@@ -73,9 +73,9 @@ CLAIMS = {
 }
 
 SAM_WHY = (
-    "After 100 steps of training. At alpha = 0.01 a step of f changes z by a few percent, so that SAM's step towards a small R, "
-    "which has a weight of its own, is the larger part of what 20 steps do to z; star, where R acts within f, is ahead for every "
-    "R here."
+    "After 100 steps of training. At alpha = 0.01 a step of f changes z little, so that SAM's step towards a small R, which has a "
+    "weight of its own, may be the larger part of what 20 steps do to z (not tested). Star, where R acts within f, is ahead of "
+    "dagger for every R that has both."
 )
 WHY = {
     "alpha": "After 100 steps 0.01 is 6 to 8 points below the others, but 0.1 is only 0.6 points below 0.4, which is one "

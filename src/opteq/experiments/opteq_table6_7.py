@@ -69,7 +69,7 @@ CLAIMS = {
 }
 _EARLY = (
     "After three epochs of 9,469 images. The residual blocks, which have batch norms, learn faster than the layers of the "
-    "equilibrium, which have none: without norms the same loss takes more epochs. The paper has 300 epochs of 1.3 million images."
+    "equilibrium, which have none; that this is the cause was not tested. The paper has 300 epochs of 1.3 million images."
 )
 WHY = {
     "small": _EARLY,
