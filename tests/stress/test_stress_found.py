@@ -69,3 +69,10 @@ def test_an_error_about_a_configuration_is_one_short_line(change):
         Recipe.from_json(Recipe().to_json() | change)
     assert len(str(error.value)) < 700
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_peaceman_rachford_refuses_half_precision_and_names_what_fits(dtype):
+    layer = Equilibrium(Monotone(3, 2).to(dtype), PeacemanRachford())
+    with pytest.raises(TypeError, match=r"half precision has none.*float32 or float64.*Anderson\(\)"):
+        layer.solve(torch.ones(1, 3, dtype=dtype))
