@@ -128,7 +128,7 @@ def changed(path: str, value: object) -> dict:
         ("train.epochs", 2.0, ["train.epochs must be an integer", "2.0"]),
         ("train.epochs", True, ["train.epochs must be an integer", "True"]),
         ("train.flip", 1, ["train.flip must be true or false", "1"]),
-        ("train.optimizer", "lion", ["train.optimizer must be one of 'sgd', 'adam', 'adamw'", "'lion'"]),
+        ("train.optimizer", "lion", ["train.optimizer must be one of 'sgd', 'adam', 'adamw', 'muon'", "'lion'"]),
         ("train.lr", -1.0, ["train: The 'lr' parameter of TrainConfig must be", "-1.0"]),
         ("model.hidden", [4, "8"], ["model.hidden must be a list of integers", "[4, '8']"]),
         ("model.norm", "layer", ["model.norm must be one of 'batch', 'group' or null", "'layer'"]),

@@ -6,13 +6,13 @@ from typing import Literal, TypeAlias
 
 from opteq.checks import check_instance, check_integer, check_number, invalid
 
-Optimizer: TypeAlias = Literal["sgd", "adam", "adamw"]
+Optimizer: TypeAlias = Literal["sgd", "adam", "adamw", "muon"]
 Schedule: TypeAlias = Literal["constant", "step", "cosine", "onecycle", "poly"]
 Mode: TypeAlias = Literal["own", "implicit", "unrolled", "sam"]
 Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 _CHOICES = {
-    "optimizer": ("sgd", "adam", "adamw"),
+    "optimizer": ("sgd", "adam", "adamw", "muon"),
     "schedule": ("constant", "step", "cosine", "onecycle", "poly"),
     "mode": ("own", "implicit", "unrolled", "sam"),
     "precision": ("float32", "bfloat16", "float16"),
@@ -30,11 +30,13 @@ class TrainConfig:
     batch_size: int = 128
     """Samples of a step, over all processes together."""
     optimizer: Optimizer = "adamw"
-    """The method; its other settings are PyTorch's own."""
+    """The method; its other settings are PyTorch's own. muon: orthogonal steps for matrices and kernels inside equilibria."""
     lr: float = 1e-3
     """The step size: the peak of the schedule."""
     momentum: float = 0.9
-    """Of sgd."""
+    """Of sgd and muon."""
+    hold: float | None = None
+    """Of muon: the largest root mean square of the singular values of a matrix that it moves, so that norms do not grow on."""
     weight_decay: float = 0.0
     """Of all parameters, as PyTorch's optimizers mean it (for a penalty R_w = c |w|^2 with sgd: 2 c)."""
     schedule: Schedule = "cosine"
@@ -130,8 +132,11 @@ class TrainConfig:
         check_number(self, "least_converged", self.least_converged, 0.0, 1.0)
         if self.ema is not None:
             check_number(self, "ema", self.ema, 0.0, 1.0, open_low=True, open_high=True)
-        if self.clip is not None:
-            check_number(self, "clip", self.clip, 0.0, open_low=True)
+        for name in ("clip", "hold"):
+            if getattr(self, name) is not None:
+                check_number(self, name, getattr(self, name), 0.0, open_low=True)
+        if self.hold is not None and self.optimizer != "muon":
+            raise ValueError(invalid(self, "hold", f"None with {self.optimizer}: it is a setting of muon", self.hold))
 
 
 def image_side(config: TrainConfig, step: int, steps_per_epoch: int) -> int | None:

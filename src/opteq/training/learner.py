@@ -33,7 +33,7 @@ class Learner:
         if not self.parameters:
             raise ValueError(invalid("fit", "model", "one with parameters to train", "none"))
         self.dtype = self.parameters[0].dtype
-        self.optimizer = make_optimizer(self.parameters, config)
+        self.optimizer = make_optimizer(model, config)
         self.wrapped = world.wrap(model)
         self.ema = None if config.ema is None else averaged(model, config.ema)
         self.autocast = autocast(config, world.device)

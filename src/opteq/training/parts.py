@@ -12,17 +12,24 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from opteq.checks import all_finite, invalid
-from opteq.equilibrium import ConvergenceWarning
+from opteq.equilibrium import Cell, ConvergenceWarning
 from opteq.solve import ConvergenceError
 from opteq.training.config import TrainConfig
+from opteq.training.muon import Muon
 from opteq.training.objective import Batches, Objective, check_labels, evaluating
 from opteq.training.processes import World
 
 Samples: TypeAlias = tuple[Batches, Tensor]
 
 
-def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of a configuration; its step size is set at every step."""
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of a configuration for all that is trained; its step size is set at every step."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.optimizer == "muon":
+        inside = {id(p) for part in model.modules() if isinstance(part, Cell) for p in part.parameters() if p.ndim > 1}
+        matrices, others = [p for p in parameters if id(p) in inside], [p for p in parameters if id(p) not in inside]
+        settings = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
+        return Muon(matrices, others, **settings, hold=config.hold)
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
