@@ -51,6 +51,15 @@ def record(*, iterates: bool = False) -> Iterator[Log]:
     """`with record() as log:` collects every Solution, with its trace, that is solved inside: backward ones too.
 
     `iterates=True`: the traces hold the iterates as well: in all, samples x steps x state numbers for each solve.
+
+    Examples:
+        >>> import torch, opteq
+        >>> from opteq.cells import OptEq
+        >>> layer = opteq.Equilibrium(OptEq(4, 8, 16))
+        >>> with opteq.record() as log:
+        ...     layer(torch.randn(2, 4)).sum().backward()
+        >>> [(solution.status.name, solution.z.shape[0]) for solution in log]
+        [('CONVERGED', 2), ('CONVERGED', 2)]
     """
     log = Log()
     log.iterates = iterates

@@ -29,13 +29,45 @@ OnFailure = Literal["warn", "raise", "ignore"]
 
 
 class ConvergenceWarning(UserWarning):
-    """Some samples, or their gradients, were not solved to the tolerance."""
+    """Some samples, or their gradients, were not solved to the tolerance.
+
+    Examples:
+        >>> import torch, warnings
+        >>> from opteq import ConvergenceWarning, Equilibrium, Stop
+        >>> from opteq.cells import FunctionCell
+        >>> layer = Equilibrium(FunctionCell(lambda z, x: 0.9 * torch.cos(z) + x, (1,)), stop=Stop(rtol=1e-6, max_steps=2))
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always", ConvergenceWarning)
+        ...     z = layer(torch.zeros(1, 1))
+        >>> "1 of 1 samples did not converge" in str(caught[0].message)
+        True
+    """
 
 
 class Cell(nn.Module, ABC):
     """The parameters of one application of f. Subclasses define `bind`, and set `state_shape` or override `initial`.
 
     Inside f, layers that couple the batch (BatchNorm on batch statistics) or redraw randomness (Dropout) are refused.
+
+    Examples:
+        >>> import torch
+        >>> from dataclasses import dataclass
+        >>> from opteq import Cell, Equilibrium, Map, per_sample
+        >>> @dataclass(frozen=True)
+        ... class ScaledMap(Map):
+        ...     scale: torch.Tensor
+        ...     x: torch.Tensor = per_sample()
+        ...     def __call__(self, z):
+        ...         return self.scale * z + self.x
+        >>> class Scaled(Cell):
+        ...     state_shape = (3,)
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        ...     def bind(self, x):
+        ...         return ScaledMap(self.scale, x)
+        >>> Equilibrium(Scaled())(torch.ones(1, 3)).detach().round(decimals=2)
+        tensor([[2., 2., 2.]])
     """
 
     state_shape: tuple[int, ...]
@@ -159,6 +191,16 @@ class Equilibrium(nn.Module):
     monotone ones with a resolvent, and Anderson for other maps.
     `stop`: the tolerance of each sample. `gradient`: Implicit() (exact) by default.
     `on_failure`: what to do about samples that do not converge, forward or backward: "warn", "raise" or "ignore".
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> layer = Equilibrium(OptEq(4, 8, 16))
+        >>> model = torch.nn.Sequential(layer, torch.nn.Linear(8, 2))
+        >>> model(torch.randn(32, 4)).sum().backward()
+        >>> layer.cell.W.grad.shape, layer.solve(torch.randn(32, 4)).status.name
+        (torch.Size([16, 8]), 'CONVERGED')
     """
 
     def __init__(

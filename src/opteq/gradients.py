@@ -28,7 +28,22 @@ __all__ = ["Gradient", "Implicit", "JacobianFree", "Phantom", "Unrolled", "gradi
 
 
 class Gradient(ABC):
-    """A strategy that solves z = f(z) and attaches the solution to the autograd graph."""
+    """A strategy that solves z = f(z) and attaches the solution to the autograd graph.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import FunctionCell
+        >>> from opteq.gradients import Implicit, JacobianFree, Phantom, Unrolled
+        >>> cell, x = FunctionCell(lambda z, x: 0.5 * z + x, (1,)), torch.ones(1, 1, requires_grad=True)
+        >>> for gradient in (Implicit(), Unrolled(20), Phantom(), JacobianFree()):
+        ...     (slope,) = torch.autograd.grad(Equilibrium(cell, gradient=gradient)(x).sum(), x)
+        ...     print(type(gradient).__name__, round(slope.item(), 2))
+        Implicit 2.0
+        Unrolled 2.0
+        Phantom 1.53
+        JacobianFree 1.0
+    """
 
     @abstractmethod
     def attach(self, fn: Map, z0: Tensor, solver: Solver | None, stop: Stop, report: Report) -> Solution:
@@ -70,6 +85,17 @@ class Implicit(Gradient):
     `stop`: for the linear solve; by default its rtol is a tenth of the forward one, but at least 50 times the precision.
     `linear`: CG(), GMRES(), Neumann() or any solver; by default CG for symmetric Jacobians (in the dual for
     dense OptEq layers), Peaceman-Rachford for monotone maps with a resolvent, and GMRES for others.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium, Stop
+        >>> from opteq.cells import FunctionCell
+        >>> from opteq.gradients import Implicit
+        >>> from opteq.linear import GMRES
+        >>> layer = Equilibrium(FunctionCell(lambda z, x: 0.5 * z + x, (1,)), gradient=Implicit(Stop(rtol=1e-6), GMRES()))
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> round(torch.autograd.grad(layer(x).sum(), x)[0].item(), 4)  # 1 / (1 - 0.5)
+        2.0
     """
 
     stop: Stop | None = None
@@ -116,6 +142,16 @@ class Unrolled(Gradient):
 
     The depth is part of the model, so a residual above the tolerance is no failure: it is told in the Solution, without a
     warning. NaN and infinity are failures as ever.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import FunctionCell
+        >>> from opteq.gradients import Unrolled
+        >>> layer = Equilibrium(FunctionCell(lambda z, x: 0.5 * z + x, (1,)), gradient=Unrolled(3))
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> layer(x).item(), torch.autograd.grad(layer(x).sum(), x)[0].item()  # 1 + 1/2 + 1/4
+        (1.75, 1.75)
     """
 
     steps: int
@@ -161,6 +197,16 @@ class Phantom(Gradient):
     """Approximate: solve, then differentiate through `steps` damped steps z <- (1 - damping) z + damping f(z) from the solution.
 
     The value is the solver's z. Geng et al. (2021), "On training implicit models".
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import FunctionCell
+        >>> from opteq.gradients import Phantom
+        >>> layer = Equilibrium(FunctionCell(lambda z, x: 0.5 * z + x, (1,)), gradient=Phantom(steps=2, damping=0.5))
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> round(layer(x).item(), 2), torch.autograd.grad(layer(x).sum(), x)[0].item()  # the exact derivative is 2
+        (2.0, 0.875)
     """
 
     steps: int = 5
@@ -191,7 +237,18 @@ class Phantom(Gradient):
 
 @dataclass(frozen=True)
 class JacobianFree(Gradient):
-    """Approximate: (I - J')^-1 is replaced by I, so the gradient is that of one step f(z) at the solution. Fung et al. (2022)."""
+    """Approximate: (I - J')^-1 is replaced by I, so the gradient is that of one step f(z) at the solution. Fung et al. (2022).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import FunctionCell
+        >>> from opteq.gradients import JacobianFree
+        >>> layer = Equilibrium(FunctionCell(lambda z, x: 0.5 * z + x, (1,)), gradient=JacobianFree())
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> torch.autograd.grad(layer(x).sum(), x)[0].item()  # the exact derivative is 2
+        1.0
+    """
 
     def check(self, solver: Solver | None) -> None:
         _refuse_selective(self, solver)
@@ -262,6 +319,15 @@ def gradient_error(equilibrium: "Equilibrium", x: Tensor, seed: int = 0) -> floa
     The exact one is computed in float64 at a relative residual of 1e-12, by the layer's own solver; where float64 is out of
     reach, because f captures tensors of another dtype, in the dtype of x as well as that allows. Raises ConvergenceError if
     even the exact solve does not converge.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.gradients import JacobianFree, gradient_error
+        >>> cell, x = OptEq(4, 8, 16), torch.randn(5, 4)
+        >>> gradient_error(Equilibrium(cell), x) < 1e-3 < gradient_error(Equilibrium(cell, gradient=JacobianFree()), x)
+        True
     """
     given = _gradient(equilibrium, x, seed)
     try:

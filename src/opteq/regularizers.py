@@ -22,7 +22,18 @@ __all__ = ["HSIC", "L1", "L2", "Decorrelation", "FrozenDecorrelation", "FrozenHS
 
 
 class Regularizer(Tree, ABC):
-    """R(z) = value(z).sum() of a state z, [batch, features, ...], with its gradient and, where it is known, its prox."""
+    r"""R(z) = value(z).sum() of a state z, [batch, features, ...], with its gradient and, where it is known, its prox.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.regularizers import Regularizer
+        >>> class Quartic(Regularizer):
+        ...     formula, latex, convex = "|z|_4^4 / 4", r"\tfrac14 \|z\|_4^4", True
+        ...     def value(self, z):
+        ...         return z.pow(4).flatten(1).sum(1) / 4
+        >>> Quartic().gradient(torch.tensor([[1.0, 2.0]]))
+        tensor([[1., 8.]])
+    """
 
     formula: ClassVar[str]  # R in plain text
     latex: ClassVar[str]
@@ -61,7 +72,15 @@ class Regularizer(Tree, ABC):
 
 @dataclass(frozen=True)
 class L2(Regularizer):
-    """R(z) = |z|^2 / 2: weight decay on the equilibrium."""
+    """R(z) = |z|^2 / 2: weight decay on the equilibrium.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.regularizers import L2
+        >>> z = torch.tensor([[3.0, 4.0]])
+        >>> L2().value(z), L2().prox(z, 1.0)
+        (tensor([12.5000]), tensor([[1.5000, 2.0000]]))
+    """
 
     formula: ClassVar[str] = "|z|^2 / 2"
     latex: ClassVar[str] = r"\tfrac{1}{2} \|z\|^2"
@@ -88,7 +107,15 @@ class L2(Regularizer):
 
 @dataclass(frozen=True)
 class L1(Regularizer):
-    """R(z) = |z|_1: sparse equilibria. Its gradient jumps at 0, where `gradient` is the subgradient 0: prefer the prox."""
+    """R(z) = |z|_1: sparse equilibria. Its gradient jumps at 0, where `gradient` is the subgradient 0: prefer the prox.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.regularizers import L1
+        >>> z = torch.tensor([[3.0, -0.5]])
+        >>> L1().value(z), L1().prox(z, 1.0)
+        (tensor([3.5000]), tensor([[2., 0.]]))
+    """
 
     formula: ClassVar[str] = "|z|_1"
     latex: ClassVar[str] = r"\|z\|_1"
@@ -115,6 +142,13 @@ class Incay(Regularizer):
 
     Its step z - gamma grad R(z) = (1 + 4 gamma / (|z|^2 + 2 eps)^2) z expands (the paper prints a minus). The gradient is
     1/eps^2-Lipschitz, but without convexity that bounds no step, so `smoothness` is None.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.regularizers import Incay
+        >>> z = torch.tensor([[0.0, 1.0], [3.0, 4.0]])
+        >>> [round(value, 3) for value in Incay().value(z).tolist()]
+        [0.667, 0.074]
     """
 
     formula: ClassVar[str] = "2 / (|z|^2 + 2 eps)"
@@ -139,6 +173,13 @@ class Decorrelation(Regularizer):
     The gradient is g_i = 2 (I - Proj(z_i)) sum_{j != i} Proj(z_j) z_i / |z_i|^2 (the paper prints I + Proj), computed in
     O(features^2 batch). A feature that is 0 all over the batch has cosine 0 with the others, and gradient 0. Near 0 the gradient
     grows like 1 / |z_i|; `eps` > 0 bounds it: |z_i| becomes sqrt(|z_i|^2 + eps), and R no longer ignores the scale of a feature.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.regularizers import Decorrelation
+        >>> same, apart = torch.tensor([[1.0, 1.0], [2.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+        >>> [round(Decorrelation().value(z).item(), 3) for z in (same, apart)]
+        [1.0, 0.0]
     """
 
     formula: ClassVar[str] = "1/2 sum_{i != j} cos^2(z_i, z_j) over pairs of features"
@@ -180,6 +221,14 @@ class FrozenDecorrelation(Regularizer):
 
     This is the linearised statistic: on the batch that M was made of, the gradient is that of Decorrelation, but the values are
     not; they even sum to 0 there (for eps = 0), because R ignores the scale of z.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.regularizers import Decorrelation
+        >>> batch = torch.randn(16, 4)
+        >>> frozen = Decorrelation().frozen(batch)
+        >>> frozen.value(batch[:1]).shape, torch.allclose(frozen.gradient(batch), Decorrelation().gradient(batch), atol=1e-5)
+        (torch.Size([1]), True)
     """
 
     formula: ClassVar[str] = "z' M z / 2 with the M of a fixed batch"
@@ -210,6 +259,14 @@ class HSIC(Regularizer):
     The exact form takes O(features B^2) memory, and so does the median. `features=D` replaces K_i by Phi_i Phi_i', with D random
     Fourier features sqrt(2/D) cos(w z + p) of its own for each i: an unbiased estimate for a given bandwidth, the same at every
     call, with an error like 1 / sqrt(D).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.regularizers import HSIC
+        >>> z = torch.randn(64, 1)
+        >>> dependent, independent = torch.cat([z, z**2], 1), torch.randn(64, 2)
+        >>> bool(HSIC().value(dependent) > 3 * HSIC().value(independent))
+        True
     """
 
     formula: ClassVar[str] = "sum_{i < j} tr(K_i H K_j H) / (B-1)^2 over pairs of features"
@@ -292,6 +349,13 @@ class FrozenHSIC(Regularizer):
 
     With A_i the centred kernel of the n reference samples, a_i that of z with them and c_i that of z with itself, all centred at
     the mean of the reference, tr(K_i H K_j H) = <A_i, A_j> + 2 t <a_i, a_j> + t^2 c_i c_j, t = n / (n+1).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.regularizers import HSIC
+        >>> frozen = HSIC().frozen(torch.randn(32, 4))
+        >>> frozen.value(torch.randn(5, 4)).shape, frozen.couples_batch
+        (torch.Size([5]), False)
     """
 
     formula: ClassVar[str] = "sum_{i < j} tr(K_i H K_j H) / n^2 over pairs of features, z joined to n fixed samples"

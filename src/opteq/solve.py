@@ -26,7 +26,15 @@ __all__ = ["ConvergenceError", "Jacobian", "Map", "Solution", "Solver", "State",
 
 
 class Status(Enum):
-    """What became of a sample, from good to bad; the value is the message with the remedy."""
+    """What became of a sample, from good to bad; the value is the message with the remedy.
+
+    Examples:
+        >>> from opteq import Status
+        >>> [status.name for status in Status]
+        ['CONVERGED', 'MAX_STEPS', 'DIVERGED', 'NONFINITE']
+        >>> print(Status.CONVERGED.value)
+        converged: the residual of the returned z meets the tolerance.
+    """
 
     CONVERGED = "converged: the residual of the returned z meets the tolerance."
     MAX_STEPS = (
@@ -49,7 +57,18 @@ _MAX_STEPS, _DIVERGED, _NONFINITE = (_CODES.index(s) for s in (Status.MAX_STEPS,
 
 
 class ConvergenceError(RuntimeError):
-    """An equilibrium was not found; `solution` holds what was."""
+    """An equilibrium was not found; `solution` holds what was.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import ConvergenceError, Stop, solve
+        >>> from opteq.solvers import Picard
+        >>> try:
+        ...     solve(torch.cos, torch.zeros(1, 1), Picard(), Stop(max_steps=3)).raise_if_failed()
+        ... except ConvergenceError as error:
+        ...     print(error.solution.status)
+        Status.MAX_STEPS
+    """
 
     def __init__(self, message: str, solution: "Solution") -> None:
         super().__init__(message)
@@ -58,7 +77,16 @@ class ConvergenceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop when |f(z) - z| <= atol + rtol |f(z)| for each sample, or after max_steps steps of the solver."""
+    """Stop when |f(z) - z| <= atol + rtol |f(z)| for each sample, or after max_steps steps of the solver.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Stop, solve
+        >>> from opteq.solvers import Picard
+        >>> found = solve(torch.cos, torch.zeros(1, 1), Picard(), Stop(rtol=1e-3, max_steps=50))
+        >>> bool(found.residual <= 1e-3), int(found.steps) < 50
+        (True, True)
+    """
 
     rtol: float = 1e-4
     atol: float = 0.0
@@ -94,6 +122,24 @@ class Map(Tree, ABC):
 
     Subclasses define `__call__`; the rest is derived. Tensors that f uses but that are no fields still get gradients, at the
     cost of one more evaluation a solve; declare `closed = True` when there are none.
+
+    Examples:
+        >>> import torch
+        >>> from dataclasses import dataclass
+        >>> from opteq import Map, per_sample, solve
+        >>> from opteq.solvers import Picard
+        >>> @dataclass(frozen=True)
+        ... class Shrink(Map):
+        ...     u: torch.Tensor = per_sample()
+        ...     def __call__(self, z):
+        ...         return 0.5 * z + self.u
+        >>> fn = Shrink(torch.tensor([[1.0], [2.0]]))
+        >>> solve(fn, torch.zeros(2, 1), Picard()).z.round(decimals=2)
+        tensor([[2.],
+                [4.]])
+        >>> fn.linearize(torch.zeros(2, 1)).vjp(torch.ones(2, 1))
+        tensor([[0.5000],
+                [0.5000]])
     """
 
     closed: ClassVar[bool] = False  # every tensor that f uses is a field
@@ -228,7 +274,23 @@ def moved(fn: Map, z: Tensor, move: Tensor) -> dict[str, Tensor]:
 
 
 class Solver(ABC):
-    """A method for z = f(z): a frozen dataclass of hyper-parameters, validated when it is made."""
+    """A method for z = f(z): a frozen dataclass of hyper-parameters, validated when it is made.
+
+    Examples:
+        >>> import torch
+        >>> from dataclasses import dataclass
+        >>> from opteq import Solver, solve
+        >>> from opteq.solve import ValueState
+        >>> @dataclass(frozen=True)
+        ... class Halfway(Solver):
+        ...     def init(self, fn, z0):
+        ...         return ValueState(z0, 1, fn(z0))
+        ...     def step(self, fn, state):
+        ...         z = (state.z + state.fz) / 2
+        ...         return ValueState(z, state.evals + 1, fn(z))
+        >>> print(solve(torch.cos, torch.zeros(1, 1), Halfway()).status)
+        Status.CONVERGED
+    """
 
     differentiable: ClassVar[bool] = False  # whether autograd can follow its steps
     selective: ClassVar[bool] = False  # seeks one of several fixed points: takes every step, whatever the residual
@@ -276,7 +338,18 @@ class Trace:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solution:
-    """The best z found for each sample and how good it is: `residual` is |f(z) - z| / |f(z)| of that very z."""
+    """The best z found for each sample and how good it is: `residual` is |f(z) - z| / |f(z)| of that very z.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import solve
+        >>> from opteq.solvers import Anderson
+        >>> found = solve(torch.cos, torch.tensor([[0.0], [float("nan")]]), Anderson())
+        >>> found.status.name, found.converged.tolist()
+        ('NONFINITE', [True, False])
+        >>> print(round(found.z[0].item(), 3), bool(found.residual[0] <= found.stop.rtol))
+        0.739 True
+    """
 
     z: Tensor
     codes: Tensor  # per sample, the position in Status
@@ -384,6 +457,16 @@ def solve(
 
     Converged samples are frozen, and dropped from the work when a quarter are done; samples that meet NaN or infinity are
     set aside. `record=True` keeps the residual of every step in `Solution.trace`; `iterates=True` keeps every z as well.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Stop, solve
+        >>> from opteq.solvers import Anderson
+        >>> found = solve(torch.cos, torch.zeros(2, 1), Anderson(), Stop(rtol=1e-6), record=True)
+        >>> found.status.name, [round(z, 4) for z in found.z.flatten().tolist()]
+        ('CONVERGED', [0.7391, 0.7391])
+        >>> bool(found.trace.of(0)[-1] < 1e-6 < found.trace.of(0)[0])
+        True
     """
     stop = Stop() if stop is None else stop
     check_instance("solve", "solver", solver, Solver, "a Solver, such as Anderson()")

@@ -8,7 +8,22 @@ from torch import Tensor
 
 
 def per_sample() -> Any:
-    """Mark a dataclass field whose tensors have the batch as their first dimension."""
+    """Mark a dataclass field whose tensors have the batch as their first dimension.
+
+    Examples:
+        >>> import torch
+        >>> from dataclasses import dataclass
+        >>> from opteq import Map, per_sample
+        >>> @dataclass(frozen=True)
+        ... class Affine(Map):
+        ...     W: torch.Tensor
+        ...     u: torch.Tensor = per_sample()
+        ...     def __call__(self, z):
+        ...         return z @ self.W.T + self.u
+        >>> one = Affine(torch.eye(3), torch.zeros(8, 3)).select(torch.tensor([5]))
+        >>> one.W.shape, one.u.shape
+        (torch.Size([3, 3]), torch.Size([1, 3]))
+    """
     return field(metadata={"per_sample": True})
 
 

@@ -169,6 +169,15 @@ class DeepOptEq(Layers):
     `evaluation`: what R does in eval mode. "batch": the same as in training, so that with a regulariser that couples the batch
     a sample's equilibrium depends on its batch-mates; "none": R is left out; "frozen": R uses the statistics of the batch that
     was given to `freeze`. Optimization induced equilibrium networks, Eq. (5), Theorems 2 and 4.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import DeepOptEq, OptEq
+        >>> from opteq.regularizers import L1
+        >>> deep = DeepOptEq([OptEq(4, 8, 16), OptEq(4, 8, 12)], regularizer=L1(), mode="prox")
+        >>> print(Equilibrium(deep).solve(torch.randn(5, 4)).status)
+        Status.CONVERGED
     """
 
     def __init__(
@@ -275,6 +284,15 @@ class StackedOptEq(Layers):
 
     State [batch, L, ...]; its equilibrium is (z_1, ..., z_{L-1}, z_0) of the deep OptEq of the same cells: the last block is
     the equilibrium of DeepOptEq(cells). Optimization induced equilibrium networks, Lemma 3 and Eq. (15).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium, Stop
+        >>> from opteq.cells import DeepOptEq, OptEq, StackedOptEq
+        >>> cells, x, stop = [OptEq(4, 8, 16), OptEq(4, 8, 12)], torch.randn(5, 4), Stop(rtol=1e-6)
+        >>> stacked = Equilibrium(StackedOptEq(cells), stop=stop)(x)
+        >>> stacked.shape, torch.allclose(stacked[:, -1], Equilibrium(DeepOptEq(cells), stop=stop)(x), atol=1e-4)
+        (torch.Size([5, 2, 8]), True)
     """
 
     def _shape(self, one: tuple[int, ...]) -> tuple[int, ...]:

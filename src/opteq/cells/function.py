@@ -58,6 +58,16 @@ class FunctionCell(Cell):
     becomes a submodule and has no such limits; it must treat each sample alone, and not write to its buffers.
 
     Whether a function captures tensors is found by evaluating it at the start z0: it must not use them on other branches only.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import FunctionCell
+        >>> W = torch.eye(3, requires_grad=True)
+        >>> layer = Equilibrium(FunctionCell(lambda z, x: torch.tanh(0.5 * z @ W + x), (3,)))
+        >>> layer(torch.randn(5, 3)).sum().backward()
+        >>> W.grad.shape
+        torch.Size([3, 3])
     """
 
     def __init__(self, f: Callable[[Tensor, Tensor], Tensor], state_shape: Sequence[int]) -> None:

@@ -19,6 +19,15 @@ class GaussianDEQ(Cell):
     Begins with W ~ N(0, 2 sigma_w2 / m) and U ~ N(0, 2 / d), so that ||W|| is about 2 sqrt(2 sigma_w2): below 1 for sigma_w2 < 1/8.
     Inputs of norm sqrt(d) give states of norm about sqrt(m). Parameters W [width, width], U [width, in_features].
     Gaussian-initialised DEQs, Assumption 1.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import GaussianDEQ
+        >>> from opteq.data import norm_sqrt_d
+        >>> z = Equilibrium(GaussianDEQ(16, 1024))(norm_sqrt_d(torch.randn(5, 16)))
+        >>> bool((z.norm(dim=1) / 1024**0.5 - 1).abs().max() < 0.2)
+        True
     """
 
     def __init__(self, in_features: int, width: int, *, sigma_w2: float = 0.08) -> None:

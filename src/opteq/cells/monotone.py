@@ -70,6 +70,15 @@ class Monotone(MonotoneCell):
 
     `init`: "linear" or "normal", see MonotoneCell. Parameters A, B [width, width], U [width, in_features], b [width] (None with
     `bias=False`). Winston and Kolter (2020); the tangent kernel of monotone DEQs, Definition 3.2.1.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import Monotone
+        >>> cell = Monotone(4, 8, m=0.5)
+        >>> W = cell.matrix()
+        >>> bool(torch.linalg.eigvalsh((W + W.T) / 2).max() <= 0.5 + 1e-5), Equilibrium(cell).solve(torch.randn(5, 4)).status.name
+        (True, 'CONVERGED')
     """
 
     def __init__(
@@ -121,6 +130,13 @@ class MonotoneConv(MonotoneCell):
     `size`: height and width, or one number for both. With `padding="circular"` the resolvent is a small inverse for each
     frequency and Peaceman-Rachford applies; with "zeros" it is not known, and other solvers must do.
     Parameters A, B [channels, channels, k, k], U [channels, in_channels, k, k], b [channels]. Winston and Kolter (2020).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import MonotoneConv
+        >>> Equilibrium(MonotoneConv(3, 6, size=8))(torch.randn(2, 3, 8, 8)).shape
+        torch.Size([2, 6, 8, 8])
     """
 
     def __init__(

@@ -123,6 +123,14 @@ class Multiscale(Cell):
     blocks of tier 0 and the paths that leave it: near its equilibrium the iteration then contracts, by 0.2 to 0.4 a step in the
     nets of one block that were tried; training is free to change that. (32, 64) has 118,720 parameters.
     Bai, Koltun and Kolter (2020), "Multiscale deep equilibrium models", Section 3.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import Multiscale
+        >>> cell = Multiscale((8, 16))
+        >>> [tuple(tier.shape) for tier in cell.unpack(Equilibrium(cell)(torch.randn(2, 8, 4, 4)))]
+        [(2, 8, 4, 4), (2, 16, 2, 2)]
     """
 
     def __init__(

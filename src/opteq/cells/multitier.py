@@ -129,6 +129,14 @@ class MonotoneMultiTier(MonotoneCell):
     tier. `size`: height and width of the finest, multiples of 2^(tiers - 1). I - W >= m I, and the resolvent is exact.
     Parameters, one for each tier t: A[t], B[t] [c_t, c_t, k, k], b[t] [c_t]; from each tier into the next finer one
     K[t] [c_t, c_(t+1), k, k]; U [c_0, in_channels, k, k]. Winston and Kolter (2020), Section 5 and appendix.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import MonotoneMultiTier
+        >>> cell = MonotoneMultiTier(3, (4, 8), size=8)
+        >>> [tuple(tier.shape) for tier in cell.unpack(Equilibrium(cell)(torch.randn(2, 3, 8, 8)))]
+        [(2, 4, 8, 8), (2, 8, 4, 4)]
     """
 
     def __init__(

@@ -146,6 +146,15 @@ class OptEq(OptEqCell):
     `alpha` < 1 adds a skip connection, alpha f(z) + (1 - alpha) z, with the same equilibrium. W begins with a norm of about 1/2.
     `constrained=True` keeps L_sigma ||W||^2 <= (1 - margin) mu in training. Parameters W [hidden, features],
     U [hidden, in_features], b [hidden]. Optimization induced equilibrium networks, Theorem 1.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import recover_problem
+        >>> cell = OptEq(4, 8, 16, activation="tanh", constrained=True)
+        >>> Equilibrium(cell)(torch.randn(5, 4)).shape, recover_problem(cell).convex
+        (torch.Size([5, 8]), True)
     """
 
     def __init__(
@@ -265,6 +274,13 @@ class ConvOptEq(_ImageCell):
     Parameters W [hidden, channels, k, k], U [hidden, in_channels, k, k], b [hidden]. `padding`: "zeros" or "circular".
     With `constrained=True` the norm that is kept is a certified bound of the convolution's own, for images of every size.
     Optimization induced equilibrium networks, Section 7.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import ConvOptEq
+        >>> Equilibrium(ConvOptEq(3, 6, 12))(torch.randn(2, 3, 8, 8)).shape
+        torch.Size([2, 6, 8, 8])
     """
 
     def _make_parameters(self) -> None:
@@ -302,6 +318,14 @@ class DepthwiseOptEq(_ImageCell):
 
     Parameters W1 [channels, 1, k, k], W2 [hidden, channels, 1, 1], U1 [in_channels, 1, k, k], U2 [hidden, in_channels, 1, 1],
     b [hidden]. `constrained=True` scales W2 as it is used. Optimization induced equilibrium networks, Section 7.4.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import DepthwiseOptEq
+        >>> cell = DepthwiseOptEq(3, 6, 12)
+        >>> Equilibrium(cell)(torch.randn(2, 3, 8, 8)).shape, cell.W1.shape, cell.W2.shape
+        (torch.Size([2, 6, 8, 8]), torch.Size([6, 1, 3, 3]), torch.Size([12, 6, 1, 1]))
     """
 
     def _make_parameters(self) -> None:

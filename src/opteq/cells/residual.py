@@ -21,6 +21,13 @@ class Residual(Cell):
     from N(0, 1), where they keep wandering. Only W2 matters for that: the norm after W1 cancels its scale. The thesis writes
     N(0, 0.01); read as a variance of 0.01, its iterates do not settle. Parameters W1 [inner, channels, k, k],
     W2 [channels, inner, k, k]; norm1, norm2, norm3 are group norms. The tangent kernel of monotone DEQs, Eq. (4.1).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import Residual
+        >>> print(Equilibrium(Residual(8, 16)).solve(torch.randn(2, 8, 6, 6)).status)
+        Status.CONVERGED
     """
 
     def __init__(self, channels: int, inner: int, kernel_size: int = 3, *, groups: int = 8, init: ResidualInit = "small") -> None:

@@ -21,6 +21,15 @@ class ScaledReLU(Cell):
     `init`: "identity" draws W ~ N(0, 1/m) and takes A = I (Section 7); "scaled_identity" the same W with A = ||W|| I
     (Section 5.1); "half_normal" draws W ~ N(0, 1) and A ~ |N(0, 1)| (Eq. 27), whose norm is about 0.8 m, so that gamma must be
     below 1.25 / m. Parameters W [in_features, width], A [width, width]. Gamma-scaled ReLU implicit networks.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium, Stop
+        >>> from opteq.cells import ScaledReLU
+        >>> cell, x = ScaledReLU(4, 32, gamma=0.5), torch.randn(5, 4)
+        >>> z = Equilibrium(cell, stop=Stop(rtol=1e-6))(x)  # with A = I: relu(x W) / (1 - gamma)
+        >>> torch.allclose(z, 2 * cell.features(x), atol=1e-4)
+        True
     """
 
     def __init__(self, in_features: int, width: int, *, gamma: float = 0.1, init: ScaledReLUInit = "identity") -> None:

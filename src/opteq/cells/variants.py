@@ -50,6 +50,14 @@ class AffineOptEq(Cell):
 
     Parameters A [features, features], which begins as the identity, and t [features]. `orthogonal=True` keeps A orthogonal; only
     then is the layer itself a proximal operator, and its Jacobian symmetric. Optimization induced equilibrium networks, Table 1.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import AffineOptEq, OptEq
+        >>> layer = Equilibrium(AffineOptEq(OptEq(4, 8, 16), orthogonal=True))
+        >>> layer(torch.randn(5, 4)).shape
+        torch.Size([5, 8])
     """
 
     def __init__(self, cell: OptEq, *, orthogonal: bool = False) -> None:
@@ -130,6 +138,14 @@ class MultivariateOptEq(OptEq):
 
     The minimiser of a quadratic: for an invertible W and mu = 1, of z' W^-1 S^-1 W^-T z / 2 - <U x + b, W^-T z> - |z|^2 / 2.
     Parameters as of OptEq, and S [hidden, hidden], which begins as I / 2. Optimization induced equilibrium networks, Table 1.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import MultivariateOptEq
+        >>> cell = MultivariateOptEq(4, 8, 16, constrained=True)
+        >>> Equilibrium(cell)(torch.randn(5, 4)).shape, cell.S.shape
+        (torch.Size([5, 8]), torch.Size([16, 16]))
     """
 
     def __init__(

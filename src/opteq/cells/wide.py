@@ -46,6 +46,13 @@ class WideOptEq(Layers):
 
     The equilibrium to which that of DeepOptEq(cells) tends as all alpha_l shrink together, with fixed ratios; alpha_l here is
     only a weight. Optimization induced equilibrium networks, Theorem 3.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq, WideOptEq
+        >>> print(Equilibrium(WideOptEq([OptEq(4, 8, 16), OptEq(4, 8, 12)])).solve(torch.randn(5, 4)).status)
+        Status.CONVERGED
     """
 
     def bind(self, x: Tensor) -> Map:

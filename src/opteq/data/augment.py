@@ -17,6 +17,14 @@ class Augment:
 
     The shift is the usual random crop of the image padded by `crop` zeros. What happens to a batch is drawn apart from doing it:
     draw for the whole global batch from one generator, and let each process apply its own rows.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.data import Augment
+        >>> augment, x = Augment(crop=2, flip=True), torch.rand(8, 3, 16, 16)
+        >>> draws = augment.draw(8, torch.Generator().manual_seed(0))
+        >>> augment.apply(x, draws).shape
+        torch.Size([8, 3, 16, 16])
     """
 
     crop: int = 0

@@ -24,7 +24,14 @@ _CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse
 
 @dataclass(frozen=True)
 class Description:
-    """A data set in a line: what `opteq data list` shows. `found`: its files are under the root, or it needs none."""
+    """A data set in a line: what `opteq data list` shows. `found`: its files are under the root, or it needs none.
+
+    Examples:
+        >>> from opteq.data import describe
+        >>> found = {description.name: description for description in describe()}
+        >>> found["digits"].found, found["cifar10"].shape
+        (True, '3 x 32 x 32')
+    """
 
     name: str
     shape: str
@@ -114,12 +121,24 @@ _SOURCES = {
 
 
 def names() -> tuple[str, ...]:
-    """The data sets that `load` knows."""
+    """The data sets that `load` knows.
+
+    Examples:
+        >>> from opteq.data import names
+        >>> "digits" in names(), "cifar10" in names()
+        (True, True)
+    """
     return tuple(_SOURCES)
 
 
 def describe(root: str | Path | None = None) -> tuple[Description, ...]:
-    """Each data set in a line, and whether its files are there, in a folder of its own: the root itself may be of any of them."""
+    """Each data set in a line, and whether its files are there, in a folder of its own: the root itself may be of any of them.
+
+    Examples:
+        >>> from opteq.data import describe
+        >>> [description.name for description in describe("nowhere") if description.found]
+        ['digits', 'sphere']
+    """
     place = root_folder(root)
 
     def line(name: str, source: _Source) -> Description:
@@ -140,6 +159,12 @@ def load(
     are cropped around their centre to that shape before.
     `verify`: compare files with their published checksums, where there are any; False for a subset or a copy of your own.
     `download`: fetch mnist, fashion-mnist or cifar10 from OpenML if the files are not there; scikit-learn keeps them under `root`.
+
+    Examples:
+        >>> from opteq.data import load
+        >>> train, test = load("digits")
+        >>> train.x.shape, train.y.dtype, len(test)
+        (torch.Size([1437, 1, 8, 8]), torch.int64, 360)
     """
     source = _source(name)
     place = root_folder(root)

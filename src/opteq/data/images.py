@@ -29,6 +29,14 @@ class Images:
 
     Indexed by an int, a slice, or a tensor or list of indices (or a mask), it gives that tensor, decoded by a few threads. Each
     image is cropped around its centre to the shape of `size` (height, width), then resized. `take` chooses without decoding.
+
+    Examples:
+        >>> from PIL import Image
+        >>> from opteq.data import Images
+        >>> Image.new("RGB", (20, 10), "white").save("white.png")
+        >>> images = Images(["white.png"], size=(8, 8))
+        >>> images.shape, images[0].mean().item()
+        (torch.Size([1, 3, 8, 8]), 1.0)
     """
 
     paths: Sequence[str] = field(repr=False)

@@ -25,6 +25,12 @@ def sphere(n: int = 1000, d: int = 1000, *, test: int = 1000, radius: float | No
     """Points drawn uniformly from a sphere of R^d, float32 [n, d], with labels drawn from N(0, 1): nothing but the points to learn.
 
     `radius`: sqrt(d) by default, as in the synthetic data of the theory of Gaussian-initialised DEQs (its Section 5).
+
+    Examples:
+        >>> from opteq.data import sphere
+        >>> train, test = sphere(100, 16, test=10)
+        >>> train.x.shape, train.x.norm(dim=1).round(decimals=3).unique().tolist()
+        (torch.Size([100, 16]), [4.0])
     """
     check_integer("sphere", "n", n, 1)
     check_integer("sphere", "d", d, 1)

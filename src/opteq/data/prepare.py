@@ -20,6 +20,13 @@ def two_classes(split: Split, classes: tuple[int, int] = (0, 1), per_class: int 
     """The samples of two classes, labelled 0 and 1 in the order given, in the order of the data.
 
     `per_class`: so many of each, drawn at random; by default all.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.data import Split, two_classes
+        >>> pair = two_classes(Split(torch.rand(30, 4), torch.arange(30) % 3), classes=(2, 0), per_class=5)
+        >>> len(pair), pair.y.bincount().tolist()
+        (10, [5, 5])
     """
     check_instance("two_classes", "split", split, Split, "a Split")
     if len(classes) != 2 or classes[0] == classes[1]:
@@ -44,7 +51,14 @@ def _rows(y: Tensor, label: int, count: int | None, generator: torch.Generator) 
 
 
 def grey(x: Tensor) -> Tensor:
-    """0.299 red + 0.587 green + 0.114 blue: [n, 1, height, width]; images of one channel stay as they are."""
+    """0.299 red + 0.587 green + 0.114 blue: [n, 1, height, width]; images of one channel stay as they are.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.data import grey
+        >>> grey(torch.ones(2, 3, 8, 8)).shape
+        torch.Size([2, 1, 8, 8])
+    """
     _check_images("grey", x)
     if x.shape[1] == 1:
         return x
@@ -54,7 +68,14 @@ def grey(x: Tensor) -> Tensor:
 
 
 def resize(x: Tensor, size: int | tuple[int, int]) -> Tensor:
-    """Images of another size, a number or (height, width): bilinear, with antialiasing."""
+    """Images of another size, a number or (height, width): bilinear, with antialiasing.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.data import resize
+        >>> resize(torch.rand(2, 3, 8, 8), (4, 6)).shape
+        torch.Size([2, 3, 4, 6])
+    """
     _check_images("resize", x)
     shape = size if isinstance(size, tuple) else (size, size)
     for side in shape:
@@ -65,17 +86,38 @@ def resize(x: Tensor, size: int | tuple[int, int]) -> Tensor:
 
 
 def flat(x: Tensor) -> Tensor:
-    """Samples as vectors: [n, d]."""
+    """Samples as vectors: [n, d].
+
+    Examples:
+        >>> import torch
+        >>> from opteq.data import flat
+        >>> flat(torch.rand(2, 3, 8, 8)).shape
+        torch.Size([2, 192])
+    """
     return x.flatten(1)
 
 
 def unit_norm(x: Tensor) -> Tensor:
-    """x_i/|x_i|. A sample of norm zero is an error."""
+    """x_i/|x_i|. A sample of norm zero is an error.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.data import unit_norm
+        >>> unit_norm(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
+    """
     return _scaled("unit_norm", x, 1.0)
 
 
 def norm_sqrt_d(x: Tensor) -> Tensor:
-    """sqrt(d) x_i/|x_i|, d the number of entries of a sample. A sample of norm zero is an error."""
+    """sqrt(d) x_i/|x_i|, d the number of entries of a sample. A sample of norm zero is an error.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.data import norm_sqrt_d
+        >>> norm_sqrt_d(torch.tensor([[2.0, 0.0, 0.0, 0.0]]))
+        tensor([[2., 0., 0., 0.]])
+    """
     return _scaled("norm_sqrt_d", x, math.sqrt(x[:1].numel()))
 
 
@@ -108,6 +150,12 @@ def theory_split(
     Gaussian-initialised DEQs (Assumption 2 and Section 5). Neither paper says which numbers stand for the classes, only that
     |y| = O(1): `targets` are -1 and 1 by default, so that a readout that begins at 0 begins in the middle. The points of `sphere`
     have neither classes nor pixels: the first `train` and `test` of them are taken, with their own labels.
+
+    Examples:
+        >>> from opteq.data import load, theory_split
+        >>> train, test = theory_split(load("digits"), train=100, test=50, size=None)
+        >>> train.x.shape, train.x.norm(dim=1).round(decimals=6).unique().tolist(), train.y.unique().tolist()
+        (torch.Size([100, 64]), [1.0], [-1.0, 1.0])
     """
     check_instance("theory_split", "dataset", dataset, Dataset, "a Dataset")
     if norm not in ("unit", "sqrt_d"):

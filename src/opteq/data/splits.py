@@ -18,6 +18,14 @@ class Split:
     """Samples x [n, ...] and labels y [n] (label maps [n, height, width]): `x, y = split`; `len(split)` is n.
 
     x is float32 in [0, 1], or `Images` where that would be too large to hold; y is int64, or floating-point for regression.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.data import Split
+        >>> split = Split(torch.rand(10, 1, 8, 8), torch.arange(10) % 2)
+        >>> x, y = split
+        >>> len(split), x.shape
+        (10, torch.Size([10, 1, 8, 8]))
     """
 
     x: Tensor | Images
@@ -36,6 +44,14 @@ class Dataset:
 
     `classes` are the names of the labels 0, 1, ..., empty for regression. `ignore` is the label of pixels without a class (void).
     `valid` is a third part, where the data set has one.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.data import Dataset, Split
+        >>> part = Split(torch.rand(10, 1, 8, 8), torch.arange(10) % 2)
+        >>> train, test = Dataset("mine", part, part, classes=("even", "odd"))
+        >>> len(train), len(test)
+        (10, 10)
     """
 
     name: str
@@ -54,6 +70,16 @@ def check_split(split: Split, classes: int | Sequence[str], ignore: int | None =
 
     `classes`: their names or their number; 0 or none of them for regression, where labels must be finite floating-point numbers.
     `ignore` is a label that is allowed besides. Pixels of `Images` are not looked at: they are made of bytes.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.data import Split, check_split
+        >>> check_split(Split(torch.rand(2, 1, 8, 8), torch.tensor([0, 1])), classes=2)
+        >>> try:
+        ...     check_split(Split(torch.rand(2, 1, 8, 8), torch.tensor([0, 2])), classes=2)
+        ... except ValueError as error:
+        ...     print(error)
+        The split must have labels from 0 to 1. Got 2 instead, in sample 1.
     """
     check_instance("check_split", "split", split, Split, "a Split")
     if len(split.x) != len(split.y):

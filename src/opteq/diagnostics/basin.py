@@ -28,6 +28,16 @@ class Basin:
     `points`: grid points in it; with few of them, `size` is rough. Points that did not converge, or whose loss is NaN, are outside,
     and the basin ends at its last point before them. `at_edge`, `at_failure`: whether it reaches the edge of the grid, or such
     points, or the middle is one; then the true one may be larger.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.diagnostics import landscape
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> start = model.weight.detach().clone()
+        >>> found = landscape(model, lambda m: (m.weight - start).norm() / start.norm(), steps=21, dims=1)  # |a| at theta + a d
+        >>> basin = found.basin(level=0.5)
+        >>> round(basin.size, 3), basin.at_edge
+        (1.0, False)
     """
 
     level: float
@@ -48,6 +58,14 @@ class Flatness:
     `converged`: the share of points within the radius that did, with a loss that is a number; the other ones are left out, and
     what is unknown is NaN.
     Keskar et al., On large-batch training (2017), Metric 2.1.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.diagnostics import data_loss, landscape
+        >>> x, y = torch.randn(32, 4), torch.randn(32, 1)
+        >>> flatness = landscape(torch.nn.Linear(4, 1), data_loss(x, y), steps=5).flatness(radius=0.5)
+        >>> flatness.converged, len(flatness.curvature)
+        (1.0, 2)
     """
 
     radius: float

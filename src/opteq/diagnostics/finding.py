@@ -20,7 +20,17 @@ Columns = dict[str, npt.NDArray[Any]]
 
 
 class Finding(ABC):
-    """The data of a diagnostic, in frozen dataclasses: `pandas.DataFrame(finding.columns())` is its table."""
+    """The data of a diagnostic, in frozen dataclasses: `pandas.DataFrame(finding.columns())` is its table.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import residual_curve
+        >>> finding = residual_curve(Equilibrium(OptEq(4, 8, 16)), torch.randn(5, 4))
+        >>> finding.csv("curve.csv").name, sorted(finding.columns())
+        ('curve.csv', ['evals', 'high', 'low', 'median', 'solved', 'solver', 'step', 'worst'])
+    """
 
     name: ClassVar[str]  # of its files
 

@@ -36,6 +36,14 @@ class HessianSpectrum(Finding):
     the largest modulus, but for rounding, and none was missed. `asymmetry`: |u'Hv - v'Hu| / |Hv| for random u and v, 0 but for
     errors of the solves.
     `trace`: of H, by Hutchinson's method, and its standard error; NaN if it was not asked for. `size`: the number of parameters.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.diagnostics import hessian_spectrum
+        >>> model = torch.nn.Linear(2, 1, bias=False).double()
+        >>> found = hessian_spectrum(model, lambda m: (m.weight**2 * torch.tensor([1.0, 3.0])).sum(), k=2)
+        >>> found.eigenvalues.round(decimals=4).tolist(), found.converged.tolist(), found.size
+        ([6.0, 2.0], [True, True], 2)
     """
 
     name: ClassVar[str] = "hessian"
@@ -98,6 +106,17 @@ def hessian_spectrum(
     `which`: "smallest" for the least ones, "modulus" for the largest in modulus. `probes`: how many random vectors estimate the
     trace. `restarts`: of Lanczos' method, some 20 products each. Whatever is not known to `rtol` is told by a ConvergenceWarning.
     The model is left as it was. Hutchinson (1990); Lehoucq, Sorensen and Yang, ARPACK users' guide (1998).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium, Stop
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import data_loss, hessian_spectrum
+        >>> model = torch.nn.Sequential(Equilibrium(OptEq(2, 4, 6), stop=Stop(rtol=1e-10)), torch.nn.Linear(4, 2)).double()
+        >>> loss = data_loss(torch.randn(16, 2, dtype=torch.float64), torch.randint(2, (16,)))
+        >>> found = hessian_spectrum(model, loss, k=2)
+        >>> bool(found.converged.all()), bool(found.eigenvalues[0] > 0), found.asymmetry < 1e-6
+        (True, True, True)
     """
     _check(model, loss, k, which, probes, rtol, restarts, seed)
     watch = _Watch()

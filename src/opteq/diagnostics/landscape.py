@@ -37,6 +37,16 @@ class Landscape(Finding):
     """loss[i, j] = L(theta + axis[i] d_1 + axis[j] d_2), or loss[i] along one direction: float64 tensors on the CPU.
 
     `converged`: whether every Equilibrium or Readout that the loss called on was solved; elsewhere the loss is of something else.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import data_loss, landscape
+        >>> model = torch.nn.Sequential(Equilibrium(OptEq(4, 8, 16)), torch.nn.Linear(8, 3))
+        >>> found = landscape(model, data_loss(torch.randn(32, 4), torch.randint(3, (32,))), steps=5, span=0.5)
+        >>> found.loss.shape, bool(found.converged.all()), found.axis.tolist()
+        (torch.Size([5, 5]), True, [-0.5, -0.25, 0.0, 0.25, 0.5])
     """
 
     name: ClassVar[str] = "landscape"
@@ -89,6 +99,17 @@ def landscape(
     `progress`: True for a bar on a terminal, or a function of (done, total).
     A point where a solve fails is not `converged`; if `on_failure` is "raise", its loss is NaN.
     Li et al., Visualizing the loss landscape of neural nets (2018).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import data_loss, landscape
+        >>> model = torch.nn.Sequential(Equilibrium(OptEq(4, 8, 16)), torch.nn.Linear(8, 3))
+        >>> loss = data_loss(torch.randn(32, 4), torch.randint(3, (32,)))
+        >>> found = landscape(model, loss, steps=5, dims=1)
+        >>> torch.isclose(found.loss[2], loss(model).double()).item()  # the middle is the model
+        True
     """
     _check(model, loss, steps, span, seed, dims, biases)
     axis = (torch.arange(steps, dtype=torch.float64) - (steps - 1) / 2) * (2 * span / (steps - 1))  # the middle is exactly 0

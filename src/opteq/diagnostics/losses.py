@@ -37,6 +37,14 @@ def data_loss(
     `loss(output, y)`: a mean over the samples of a batch. By default the cross entropy of integer y, where the label `ignore` is
     left out, and the mean square for floating y. The model runs in the mode that it is in: in training mode, batch norm makes it
     depend on the batches. Batches go where the model is. Constrained weights are computed once, not once a batch.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.diagnostics import data_loss
+        >>> x, y = torch.randn(100, 4), torch.randint(3, (100,))
+        >>> model = torch.nn.Linear(4, 3)
+        >>> torch.isclose(data_loss(x, y, batch_size=32)(model), torch.nn.functional.cross_entropy(model(x), y)).item()
+        True
     """
     check_instance("data_loss", "y", y, Tensor, "a tensor")
     check_integer("data_loss", "batch_size", batch_size, 1)

@@ -46,7 +46,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure. `scale`: "log" where the values are positive and range widely; "zero" begins there; "share" is in percent."""
+    """One figure. `scale`: "log" where the values are positive and range widely; "zero" begins there; "share" is in percent.
+
+    Examples:
+        >>> from opteq.diagnostics import training_curves
+        >>> rows = [{"kind": "epoch", "step": 10 * epoch, "train_loss": 1 / epoch} for epoch in (1, 2)]
+        >>> [(panel.title, panel.scale) for panel in training_curves(rows).panels]
+        [('Loss', 'log')]
+    """
 
     title: str
     series: tuple[Series, ...]

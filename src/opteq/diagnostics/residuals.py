@@ -32,6 +32,16 @@ class SolverCurve:
     """One solver: the true residual |f(z) - z| / |f(z)| of each sample at the iterate of each step, 0 being z0.
 
     A sample that is done, solved or not, is held at its last residual; one that met NaN or infinity is infinitely far.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import residual_curve
+        >>> from opteq.solvers import Picard
+        >>> curve = residual_curve(Equilibrium(OptEq(4, 8, 16)), torch.randn(5, 4), {"plain": Picard()}).curves["plain"]
+        >>> curve.residual.shape[0], curve.solved[-1].item(), dict(curve.statuses)
+        (5, 1.0, {'CONVERGED': 5})
     """
 
     residual: Tensor  # [samples, steps + 1], float64
@@ -47,7 +57,18 @@ class SolverCurve:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ResidualCurve(Finding):
-    """The curve of each solver by its name, the reasons of those that cannot solve this map, and the tolerance of all."""
+    """The curve of each solver by its name, the reasons of those that cannot solve this map, and the tolerance of all.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import residual_curve
+        >>> from opteq.solvers import PeacemanRachford, Picard
+        >>> found = residual_curve(Equilibrium(OptEq(4, 8, 16)), torch.randn(5, 4), [Picard(), PeacemanRachford()])
+        >>> sorted(found.curves), sorted(found.left_out)
+        (['Picard'], ['PeacemanRachford'])
+    """
 
     name: ClassVar[str] = "residuals"
     curves: Mapping[str, SolverCurve]
@@ -90,6 +111,15 @@ def residual_curve(
     `layer`: the name of the Equilibrium, where the model has several; its first call is the one that counts.
     The model runs in evaluation mode, without gradients, and is left as it was. Where a solver only estimates residuals, f is
     evaluated for the curve; this is not among its `evals`.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import Monotone
+        >>> from opteq.diagnostics import residual_curve
+        >>> found = residual_curve(Equilibrium(Monotone(4, 8, m=0.5)), torch.randn(5, 4))
+        >>> all(curve.residual[:, -1].max() < curve.residual[:, 0].min() for curve in found.curves.values())
+        True
     """
     check_instance("residual_curve", "model", model, nn.Module, "an nn.Module")
     check_instance("residual_curve", "stop", stop, (Stop, type(None)), "a Stop or None")

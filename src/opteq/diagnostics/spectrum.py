@@ -37,6 +37,13 @@ class JacobianSpectrum(Finding):
     `error`: an estimate of how far each may be off, kappa |J v - lambda v| with its condition number kappa; infinite where a
     larger eigenvalue may have been missed. `converged`: whether the error is at most rtol times the radius.
     `layer`: the name of the equilibrium in its model, if it was found there.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.diagnostics import jacobian_spectrum
+        >>> found = jacobian_spectrum(lambda z: z @ torch.diag(torch.tensor([0.5, -0.25, 0.1])), torch.randn(2, 3), k=2)
+        >>> found.eigenvalues.shape, found.converged.all().item(), found.radius.round(decimals=4).tolist()
+        (torch.Size([2, 2]), True, [0.5, 0.5])
     """
 
     name: ClassVar[str] = "jacobian"
@@ -88,6 +95,12 @@ def spectral_radius(fn: Function, z: Tensor, *, rtol: float = 1e-4, restarts: in
     It is the `radius` of `jacobian_spectrum`, which says how it is found. A ConvergenceWarning tells where it is not known to
     `rtol`: it is NaN where Arnoldi's method did not converge or may have missed a larger eigenvalue. Where an eigenvalue is too
     ill-conditioned it is a guess, the radius of a matrix that differs from f'(z) by rounding, and the warning tells its error.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.diagnostics import spectral_radius
+        >>> spectral_radius(lambda z: 0.5 * torch.sin(z), torch.zeros(2, 3)).round(decimals=4)
+        tensor([0.5000, 0.5000])
     """
     found = _spectrum("spectral_radius", fn, z, Arnoldi(1, rtol, restarts, seed))
     return found.radius.to(z.device, at_least_single(z).dtype)
@@ -105,6 +118,14 @@ def jacobian_spectrum(
     vectors (`seed`), and must agree; their eigenvectors also give the condition number of an eigenvalue, and thus its error.
     Products with J are in the dtype of z: in float32 expect an error of 1e-6 times the condition number.
     `restarts`: of Arnoldi's method, about 60 products each. Lehoucq, Sorensen and Yang, ARPACK users' guide (1998).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.diagnostics import jacobian_spectrum
+        >>> turn = torch.tensor([[0.0, -0.5], [0.5, 0.0]])
+        >>> found = jacobian_spectrum(lambda z: z @ turn.T, torch.zeros(1, 2), k=2)
+        >>> sorted(round(value.imag, 4) for value in found.eigenvalues[0].tolist())
+        [-0.5, 0.5]
     """
     return _spectrum("jacobian_spectrum", fn, z, Arnoldi(k, rtol, restarts, seed))
 
@@ -116,6 +137,16 @@ def spectrum_of(
 
     `layer`: the name of the Equilibrium, where the model has several; its first call is the one that counts.
     The model runs in evaluation mode and is left as it was. Samples whose equilibrium was not found are not `converged`.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import spectrum_of
+        >>> model = torch.nn.Sequential(Equilibrium(OptEq(4, 8, 16, constrained=True)), torch.nn.Linear(8, 2))
+        >>> found = spectrum_of(model, torch.randn(5, 4), k=3)
+        >>> found.eigenvalues.shape, bool((found.radius < 1).all()), found.layer
+        (torch.Size([5, 3]), True, '0')
     """
     find = Arnoldi(k, rtol, restarts, seed)
     find.check("spectrum_of")

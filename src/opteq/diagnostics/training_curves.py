@@ -39,7 +39,15 @@ Source: TypeAlias = str | Path | Run | Monitor | HasHistory | Iterable[Mapping[s
 
 @dataclass(frozen=True, repr=False)
 class TrainingCurves(Finding):
-    """The rows of a training, of the kinds "step", "epoch", "monitor" and "event", as panels of curves; others are left out."""
+    """The rows of a training, of the kinds "step", "epoch", "monitor" and "event", as panels of curves; others are left out.
+
+    Examples:
+        >>> from opteq.diagnostics import training_curves
+        >>> rows = [{"kind": "epoch", "step": 10 * epoch, "train_loss": 1 / epoch} for epoch in (1, 2)]
+        >>> columns = training_curves(rows).columns()
+        >>> columns["step"].tolist(), columns["value"].tolist()
+        ([10, 20], [1.0, 0.5])
+    """
 
     name: ClassVar[str] = "curves"
     rows: tuple[Mapping[str, Any], ...] = field(repr=False)
@@ -90,6 +98,15 @@ def training_curves(source: Source) -> TrainingCurves:
     """The curves of a training: loss, solver steps, norms, alpha, and what a Monitor recorded, whatever of them there is.
 
     `source`: a run folder (also while it is written), what `fit` gave, a Monitor, or a list of rows of metrics.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.diagnostics import training_curves
+        >>> from opteq.training import TrainConfig, fit
+        >>> data = torch.randn(32, 4), torch.randint(2, (32,))
+        >>> result = fit(torch.nn.Linear(4, 2), data, config=TrainConfig(epochs=2, batch_size=16), verbose=False)
+        >>> "Loss" in [panel.title for panel in training_curves(result).panels]
+        True
     """
     return TrainingCurves(tuple(_rows(source)))
 

@@ -26,7 +26,17 @@ __all__ = ["Length", "Trajectory", "TrajectoryRecorder", "trajectory"]
 
 
 class Length(NamedTuple):
-    """The mean length of the paths of a stage, and its standard error (NaN for fewer than two samples)."""
+    """The mean length of the paths of a stage, and its standard error (NaN for fewer than two samples).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import trajectory
+        >>> length = trajectory(Equilibrium(OptEq(4, 8, 16)), torch.randn(10, 4)).length[0]
+        >>> length.mean > length.error > 0
+        True
+    """
 
     mean: float
     error: float
@@ -40,6 +50,15 @@ class Trajectory(Finding):
     space of the states. `separation`: the mean silhouette of the classes among the end points, in the space of the states: near 1
     where they are far apart, near 0 where they overlap; NaN where labels do not tell (Rousseeuw, 1987).
     Samples that diverged or met NaN have no points, and a length of NaN. `converged`: those that reached their equilibrium.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import trajectory
+        >>> found = trajectory(Equilibrium(OptEq(4, 8, 16)), torch.randn(10, 4), torch.arange(10) % 2)
+        >>> found.stages, found.lengths[0].shape, bool(found.converged[0].all()), -1 <= found.separation[0] <= 1
+        (('after',), torch.Size([10]), True, True)
     """
 
     name: ClassVar[str] = "trajectory"
@@ -88,6 +107,16 @@ def trajectory(
     they share one basis. `labels`: integers [samples]. `components`: 2 or 3. `layer`: its name, where a model has several.
     The model runs in evaluation mode, as its solver and its `stop` say, and is left as it was. Memory: samples x steps x state
     numbers of float32 a stage, three times that while the components are found. Needs scikit-learn.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import trajectory
+        >>> models = {"before": Equilibrium(OptEq(4, 8, 16)), "after": Equilibrium(OptEq(4, 8, 16))}
+        >>> found = trajectory(models, torch.randn(10, 4))
+        >>> found.stages, [(points.shape[0], points.shape[2]) for points in found.points]
+        (('before', 'after'), [(10, 2), (10, 2)])
     """
     models = model if isinstance(model, Mapping) else {stage: model}
     if not models or not all(isinstance(name, str) for name in models):
@@ -218,6 +247,20 @@ class TrajectoryRecorder:
     before means that the training went back: what came after it is forgotten.
     Training is not disturbed: no `.grad`, parameter, buffer, mode or random state changes. The model runs in evaluation mode, so
     that samples are not coupled and stages can be compared. Memory: samples x steps x state numbers of float32 a stage.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.diagnostics import TrajectoryRecorder
+        >>> layer, x = Equilibrium(OptEq(4, 8, 16)), torch.randn(10, 4)
+        >>> recorder, optimizer = TrajectoryRecorder(layer, x, at=(1, 2)), torch.optim.SGD(layer.parameters(), 0.1)
+        >>> for step in (1, 2):
+        ...     layer(x).square().sum().backward()
+        ...     optimizer.step()
+        ...     _ = recorder(step)
+        >>> recorder.trajectory().stages
+        ('step 0', 'step 1', 'step 2')
     """
 
     def __init__(

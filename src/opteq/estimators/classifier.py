@@ -35,6 +35,14 @@ class EquilibriumClassifier(ClassifierMixin, EquilibriumEstimator):  # type: ign
     `validation_scores_` (or None), `converged_` (the share of equilibria that converged in the last epoch), `weights_` (a dict of
     arrays) and `architecture_`. scikit-learn's ConvergenceWarning tells of equilibria that were not found, in `fit` or in a
     prediction.
+
+    Examples:
+        >>> from sklearn.datasets import load_iris
+        >>> from opteq.estimators import EquilibriumClassifier
+        >>> X, y = load_iris(return_X_y=True)
+        >>> classifier = EquilibriumClassifier(width=16, max_iter=5, learning_rate=0.02, random_state=0).fit(X, y)
+        >>> classifier.score(X, y) > 0.8, classifier.predict_proba(X[:2]).shape
+        (True, (2, 3))
     """
 
     _fitted: ClassVar[tuple[str, ...]] = (*EquilibriumEstimator._fitted, "classes_")

@@ -17,6 +17,14 @@ class EquilibriumRegressor(RegressorMixin, EquilibriumEstimator):  # type: ignor
 
     Parameters and fitted attributes are those of EquilibriumClassifier, but for `classes_`. Targets of one output or more are
     scaled inside, and `loss_curve_` is that of the scaled ones.
+
+    Examples:
+        >>> import numpy as np
+        >>> from opteq.estimators import EquilibriumRegressor
+        >>> X = np.linspace(-1, 1, 100)[:, None]
+        >>> regressor = EquilibriumRegressor(width=8, max_iter=10, learning_rate=0.05, random_state=0).fit(X, np.abs(X[:, 0]))
+        >>> regressor.score(X, np.abs(X[:, 0])) > 0.9
+        True
     """
 
     _fitted: ClassVar[tuple[str, ...]] = (*EquilibriumEstimator._fitted, "target_ndim_")

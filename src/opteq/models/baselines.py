@@ -23,6 +23,14 @@ class FeedForward(nn.Module):
     Dense, x [batch, in_features], or, with a `kernel_size`, convolutional, x [batch, in_features, height, width], zeros around.
     `hidden` are the widths of the layers. Parameters W (a list: W_2, ..., W_L; z_0 = 0 needs no W_1), U and b, all begun by He's
     rule for both inputs of a layer together. Optimization induced equilibrium networks, Eq. (1).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import FeedForward
+        >>> FeedForward(4, (16, 8))(torch.randn(5, 4)).shape
+        torch.Size([5, 8])
+        >>> FeedForward(3, (16, 8), kernel_size=3)(torch.randn(2, 3, 6, 6)).shape
+        torch.Size([2, 8, 6, 6])
     """
 
     def __init__(
@@ -78,6 +86,14 @@ class Repeated(Equilibrium):
 
     Its z carries the derivatives of all `times` steps. `solve` says how far from an equilibrium it ends.
     The tangent kernel of monotone DEQs, Section 4.2.1: repeat-6, repeat-11 and repeat-18.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import OptEq
+        >>> from opteq.models import Repeated
+        >>> tied = Repeated(OptEq(4, 8, 16), times=6)
+        >>> tied(torch.randn(5, 4)).shape, tied.solve(torch.randn(5, 4)).steps.tolist()
+        (torch.Size([5, 8]), [6, 6, 6, 6, 6])
     """
 
     def __init__(self, cell: Cell, times: int, solver: Solver | None = None, on_failure: OnFailure = "warn") -> None:
@@ -92,6 +108,12 @@ class FCN(Segmenter):
     of their own, for the last of these convolutions has one. With the widths as they are the two have the same size to 1%;
     `parameters` gives another one: the whole has at most that many, with widths in the proportions of `hidden`.
     Shelhamer, Long and Darrell (2017).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import FCN
+        >>> FCN(3, 5, channels=(8, 16), hidden=(16,))(torch.randn(2, 3, 16, 16)).shape
+        torch.Size([2, 5, 16, 16])
     """
 
     def __init__(
@@ -123,7 +145,14 @@ class FCN(Segmenter):
 
 
 def fit_widths(widths: tuple[int, ...], parameters: int, build: Callable[[tuple[int, ...]], nn.Module]) -> tuple[int, ...]:
-    """The largest multiple of the widths, rounded down, of which `build` makes a module of at most so many parameters."""
+    """The largest multiple of the widths, rounded down, of which `build` makes a module of at most so many parameters.
+
+    Examples:
+        >>> from torch import nn
+        >>> from opteq.models import fit_widths
+        >>> fit_widths((1, 2), 100, lambda widths: nn.Linear(*widths))
+        (6, 13)
+    """
     check_instance("fit_widths", "widths", widths, (tuple, list), "a tuple of integers")
     check_integer("fit_widths", "parameters", parameters, 1)
 

@@ -50,7 +50,17 @@ class Network(nn.Module):
 
 
 class Classifier(Network):
-    """logits = head(z), z = f(z, g(x)). Optimization induced equilibrium networks, Eq. (5)."""
+    """logits = head(z), z = f(z, g(x)). Optimization induced equilibrium networks, Eq. (5).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import ConvOptEq
+        >>> from opteq.models import Classifier, Pooled, Stem
+        >>> model = Classifier(Stem(1, 8), Equilibrium(ConvOptEq(8, 8, 12)), Pooled(8, 10))
+        >>> model(torch.randn(2, 1, 8, 8)).shape, model.solve(torch.randn(2, 1, 8, 8)).status.name
+        (torch.Size([2, 10]), 'CONVERGED')
+    """
 
     def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
         """The logits [batch, classes]."""
@@ -64,6 +74,15 @@ class Segmenter(Network):
     The interpolation takes a pixel of z for the middle of the region that it stands for. With k strided convolutions (`Strided`) it
     is that region's first pixel, 2^k i, so that the logits are shifted by (2^k - 1)/2 pixels, 3.5 for k = 3, along both sides; the
     kernels can learn to make up for it.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import ConvOptEq
+        >>> from opteq.models import Scores, Segmenter, Strided
+        >>> model = Segmenter(Strided(3, (8, 16)), Equilibrium(ConvOptEq(16, 16, 12)), Scores(16, 5))
+        >>> model(torch.randn(2, 3, 16, 16)).shape
+        torch.Size([2, 5, 16, 16])
     """
 
     def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
@@ -76,6 +95,13 @@ def without_equilibrium(model: Classifier) -> Classifier:
     """A copy with the head directly on the extractor, z = g(x): what the equilibrium adds is the difference.
 
     Extractor and equilibrium must have the same number of channels. "Extr. + Cls." in Table 7 of the OptEq paper.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import deep_opteq, without_equilibrium
+        >>> plain = without_equilibrium(deep_opteq(1, 10, channels=8, hidden=(8,), stride=1))
+        >>> plain(torch.randn(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
     """
     check_instance("without_equilibrium", "model", model, Classifier, "a Classifier")
     copy = Classifier(deepcopy(model.extractor), nn.Identity(), deepcopy(model.head))
@@ -87,6 +113,11 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
     """How many numbers are learned, part by part: extractor, equilibrium and head, or the model's own children; and the total.
 
     A parameter that several parts share is counted in each, but once in the total.
+
+    Examples:
+        >>> from opteq.models import count_parameters, deep_opteq
+        >>> count_parameters(deep_opteq(3, 10))["total"]
+        161670
     """
     check_instance("count_parameters", "model", model, nn.Module, "an nn.Module")
     parts: dict[str, nn.Module] = dict(model.named_children())

@@ -58,6 +58,13 @@ def opteq_small(
     1.4M. `stages=3` takes one of 8.5M, 14 x 14 x 1024 of 224 x 224, and the whole has 17.2M. The paper trains with Unrolled(5) and
     `regularizer=Decorrelation()`. Images of at least 32 x 32, with three stages 64 x 64.
     Optimization induced equilibrium networks, Section 7.3.2 and Table 6.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import count_parameters, opteq_small
+        >>> model = opteq_small(classes=10)
+        >>> model(torch.randn(2, 3, 32, 32)).shape, count_parameters(model)["extractor"]
+        (torch.Size([2, 10]), 1444928)
     """
     extractor = ResNet((3, 4, 6, 3), bottleneck=True, stages=stages, in_channels=in_channels)
     layers = [QuickDepthwiseOptEq(extractor.out_channels, 512, 512, alpha=alpha) for _ in range(5)]
@@ -88,6 +95,11 @@ def opteq_mid(
     13.7M parameters where the paper prints 40M = 24M + 13M + 3M; `stages=3` has 36.1M, of which the extractor has 24.9M. The rest
     is as in `opteq_small`.
     Optimization induced equilibrium networks, Section 7.3.2 and Table 6.
+
+    Examples:
+        >>> from opteq.models import count_parameters, opteq_mid
+        >>> count_parameters(opteq_mid())["total"]
+        13701416
     """
     extractor = ResNet((3, 4, 6, 3), bottleneck=True, width=2, stages=stages, in_channels=in_channels)
     layers = [TwofoldOptEq(extractor.out_channels, 512, 512, alpha=alpha) for _ in range(3)]
@@ -139,6 +151,13 @@ def mdeq_small(
 
     Height and width must be multiples of 4 2^(T-1), for T resolutions: 32 as it is. The norms of f are group norms; batch norms
     are in the extractor and the head. Bai, Koltun and Kolter (2020), with the sizes of their code.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import mdeq_small
+        >>> model = mdeq_small(10, channels=(8, 16), expand=1, head=(4, 8), final=32)
+        >>> model(torch.randn(2, 3, 16, 16)).shape
+        torch.Size([2, 10])
     """
     check_widths("mdeq_small", "channels", channels)
     if len(check_widths("mdeq_small", "head", head)) != len(channels):

@@ -14,7 +14,14 @@ FIXED = ("euler", "midpoint", "rk4")
 
 
 class ConvField(nn.Module):
-    """v(z) = W3 * relu(W2 * relu(W1 * z + b1) + b2) + b3 with kernels of 1, 3 and 1: the field of Dupont et al. (2019)."""
+    """v(z) = W3 * relu(W2 * relu(W1 * z + b1) + b2) + b3 with kernels of 1, 3 and 1: the field of Dupont et al. (2019).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import ConvField
+        >>> ConvField(4, 8)(torch.randn(2, 4, 6, 6)).shape
+        torch.Size([2, 4, 6, 6])
+    """
 
     def __init__(self, channels: int, filters: int) -> None:
         super().__init__()
@@ -41,6 +48,12 @@ class NeuralODE(nn.Module):
     a sample's z depends on its batch-mates, within the tolerance), in at most `max_steps`; "euler", "midpoint" and "rk4" take
     `steps` equal ones. `adjoint=True` differentiates by a second equation, solved backwards: flat memory, a gradient that is only
     as exact as the tolerance. Chen et al. (2018); augmented, Dupont et al. (2019). Needs torchdiffeq.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import ConvField, NeuralODE
+        >>> NeuralODE(ConvField(3 + 2, 8), augment=2, method="rk4", steps=4)(torch.randn(2, 3, 6, 6)).shape
+        torch.Size([2, 5, 6, 6])
     """
 
     def __init__(

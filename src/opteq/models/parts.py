@@ -53,7 +53,16 @@ def make_norm(owner: object, kind: NormKind | None, channels: int) -> nn.Module:
 
 
 class Standardize(nn.Module):
-    """x -> (x - mean) / std, channel by channel: a layer, so that a saved model knows the scale of its data."""
+    """x -> (x - mean) / std, channel by channel: a layer, so that a saved model knows the scale of its data.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import Standardize
+        >>> x = torch.rand(64, 3, 4, 4)
+        >>> z = Standardize.of(x)(x)
+        >>> bool(z.mean().abs() < 1e-4), bool((z.std() - 1).abs() < 0.01)
+        (True, True)
+    """
 
     mean: Tensor
     std: Tensor
@@ -123,6 +132,12 @@ class Stem(Checked):
     """g(x) = W0 * x + b0: a single convolution, the extractor of Tables 3 to 5 of the OptEq paper; a norm may follow.
 
     An image of side n becomes one of side n // stride with the default kernel, of side stride + 2.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import Stem
+        >>> Stem(3, 16, stride=2, norm="batch")(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 16, 16, 16])
     """
 
     def __init__(
@@ -138,7 +153,14 @@ class Stem(Checked):
 
 
 class Strided(Checked):
-    """relu(norm(W_i * .)) with strides of 2: an image of side n becomes one of about n / 2^k after k = len(channels) of them."""
+    """relu(norm(W_i * .)) with strides of 2: an image of side n becomes one of about n / 2^k after k = len(channels) of them.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import Strided
+        >>> Strided(3, (16, 32, 64))(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 64, 4, 4])
+    """
 
     def __init__(self, in_channels: int, channels: tuple[int, ...], *, norm: NormKind | None = "batch") -> None:
         check_integer("Strided", "in_channels", in_channels, 1)
@@ -154,6 +176,12 @@ class Pooled(Checked):
     """z [batch, channels, height, width] -> logits: a norm, the mean over each of pool x pool regions, a linear map.
 
     `pool=1` is global average pooling. Where the image is `pool` wide and high, every pixel is used as it is.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import Pooled
+        >>> Pooled(16, 10, pool=2)(torch.randn(2, 16, 8, 8)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, channels: int, classes: int, *, pool: int = 1, norm: NormKind | None = None) -> None:
@@ -164,7 +192,14 @@ class Pooled(Checked):
 
 
 class Scores(Checked):
-    """z [batch, channels, height, width] -> [batch, classes, height, width]: a norm and a linear map at each pixel."""
+    """z [batch, channels, height, width] -> [batch, classes, height, width]: a norm and a linear map at each pixel.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import Scores
+        >>> Scores(16, 5)(torch.randn(2, 16, 8, 8)).shape
+        torch.Size([2, 5, 8, 8])
+    """
 
     def __init__(self, channels: int, classes: int, *, norm: NormKind | None = None) -> None:
         for name, value in (("channels", channels), ("classes", classes)):

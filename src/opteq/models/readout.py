@@ -22,6 +22,15 @@ class Readout(nn.Module):
     a [width] begins as the paper of its cell has it: 0 for ScaledReLU (but for its Eq. 27), N(0, 1/width) for others.
     `stop`: by default the equilibrium is solved to 1e-12 (100 times the precision for dtypes other than float64), so that theorems
     can be checked on it.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import GaussianDEQ
+        >>> from opteq.models import Readout
+        >>> readout = Readout(GaussianDEQ(4, 32)).double()
+        >>> x = torch.randn(5, 4, dtype=torch.float64)
+        >>> readout(x).shape, bool(readout.solve(x).residual.max() <= 1e-12)
+        (torch.Size([5]), True)
     """
 
     def __init__(self, cell: Cell, solver: Solver | None = None, stop: Stop | None = None, on_failure: OnFailure = "warn") -> None:

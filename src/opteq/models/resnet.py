@@ -45,6 +45,13 @@ class ResNet(Checked):
     with `bottleneck`, where `width` multiplies those of the 3 x 3 convolutions. `out_channels` and `reduction` tell the shape of
     the result: an image of side n becomes one of n / reduction, rounded up.
     He et al. (2016), strides in the 3 x 3 convolutions; Zagoruyko and Komodakis (2016), wide.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import ResNet
+        >>> extractor = ResNet((2, 2), bottleneck=False)
+        >>> extractor(torch.randn(2, 3, 32, 32)).shape, extractor.reduction
+        (torch.Size([2, 128, 4, 4]), 8)
     """
 
     def __init__(
@@ -88,25 +95,67 @@ def _whole(extractor: ResNet, classes: int) -> Classifier:
 
 
 def resnet18(classes: int = 1000, *, in_channels: int = 3) -> Classifier:
-    """ResNet-18: 11,689,512 parameters with 1000 classes."""
+    """ResNet-18: 11,689,512 parameters with 1000 classes.
+
+    Examples:
+        >>> from opteq.models import count_parameters, resnet18
+        >>> count_parameters(resnet18())["total"]
+        11689512
+    """
     return _whole(ResNet((2, 2, 2, 2), bottleneck=False, in_channels=in_channels), classes)
 
 
 def resnet34(classes: int = 1000, *, in_channels: int = 3) -> Classifier:
-    """ResNet-34: 21,797,672 parameters with 1000 classes."""
+    """ResNet-34: 21,797,672 parameters with 1000 classes.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import count_parameters, resnet34
+        >>> with torch.device("meta"):  # shapes only
+        ...     model = resnet34(classes=10)
+        >>> count_parameters(model)["total"]
+        21289802
+    """
     return _whole(ResNet((3, 4, 6, 3), bottleneck=False, in_channels=in_channels), classes)
 
 
 def resnet50(classes: int = 1000, *, in_channels: int = 3) -> Classifier:
-    """ResNet-50: 25,557,032 parameters with 1000 classes."""
+    """ResNet-50: 25,557,032 parameters with 1000 classes.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import count_parameters, resnet50
+        >>> with torch.device("meta"):  # shapes only
+        ...     model = resnet50()
+        >>> count_parameters(model)["total"]
+        25557032
+    """
     return _whole(ResNet((3, 4, 6, 3), bottleneck=True, in_channels=in_channels), classes)
 
 
 def resnet101(classes: int = 1000, *, in_channels: int = 3) -> Classifier:
-    """ResNet-101: 44,549,160 parameters with 1000 classes."""
+    """ResNet-101: 44,549,160 parameters with 1000 classes.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import count_parameters, resnet101
+        >>> with torch.device("meta"):  # shapes only
+        ...     model = resnet101()
+        >>> count_parameters(model)["total"]
+        44549160
+    """
     return _whole(ResNet((3, 4, 23, 3), bottleneck=True, in_channels=in_channels), classes)
 
 
 def wide_resnet50(classes: int = 1000, *, in_channels: int = 3) -> Classifier:
-    """Wide-ResNet-50-2, with 3 x 3 convolutions twice as wide: 68,883,240 parameters with 1000 classes."""
+    """Wide-ResNet-50-2, with 3 x 3 convolutions twice as wide: 68,883,240 parameters with 1000 classes.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import count_parameters, wide_resnet50
+        >>> with torch.device("meta"):  # shapes only
+        ...     model = wide_resnet50()
+        >>> count_parameters(model)["total"]
+        68883240
+    """
     return _whole(ResNet((3, 4, 6, 3), bottleneck=True, width=2, in_channels=in_channels), classes)

@@ -69,6 +69,14 @@ def deep_opteq(
     about 1/2, where f forgets z within two steps, or as nn.Conv2d draws it, at 1 to 1.8 with these sizes, where it does not but
     nothing promises an equilibrium. The rest is as in DeepOptEq, ConvOptEq and Equilibrium.
     Optimization induced equilibrium networks, Section 7.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import deep_opteq
+        >>> model = deep_opteq(1, 10, channels=8, hidden=(8, 16), stride=1, constrained=True)
+        >>> x = torch.randn(2, 1, 8, 8)
+        >>> model(x).shape, model.solve(x).status.name
+        (torch.Size([2, 10]), 'CONVERGED')
     """
     layers = [
         ConvOptEq(channels, channels, width, kernel_size, activation=activation, alpha=alpha, constrained=constrained)
@@ -104,6 +112,13 @@ def feed_forward(
     At equal widths such layers have more parameters: the network as it is has 197,436 on CIFAR-10, as near as widths in the
     proportions of Table 3 get to the size of its deep OptEq. `parameters` gives another size, for which `hidden` is scaled; the
     whole has at most that many.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import count_parameters, feed_forward
+        >>> model = feed_forward(3, 10, parameters=50_000)
+        >>> model(torch.randn(2, 3, 32, 32)).shape, count_parameters(model)["total"] <= 50_000
+        (torch.Size([2, 10]), True)
     """
     extractor = Stem(in_channels, channels, kernel_size=extractor_kernel, stride=stride, norm=norm)
     widths = check_widths("feed_forward", "hidden", hidden)
@@ -140,6 +155,13 @@ def residual_deq(
 
     The tangent kernel of monotone DEQs, Chapter 4; its sizes are not printed, these are those of the tutorial it takes the block
     from (Duvenaud, Kolter and Johnson, 2020).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import residual_deq
+        >>> x = torch.randn(2, 1, 8, 8)
+        >>> residual_deq(1, 10, channels=8, inner=8)(x).shape, residual_deq(1, 10, channels=8, inner=8, repeat=6)(x).shape
+        (torch.Size([2, 10]), torch.Size([2, 10]))
     """
     cell = Residual(channels, inner, kernel_size, groups=groups, init=init)
     if repeat is not None:
@@ -170,6 +192,14 @@ def monotone_conv(
 
     81 channels on CIFAR-10 have 172,216 parameters and 200 have 853,610, for the 172k and 854k of Table 4 (Winston and Kolter,
     2020, have two more: the scales of normalised weights). Padding is circular, so that Peaceman-Rachford applies.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import monotone_conv
+        >>> model = monotone_conv(1, 10, size=8, channels=8, pool=4)
+        >>> x = torch.randn(2, 1, 8, 8)
+        >>> model(x).shape, model.solve(x).status.name
+        (torch.Size([2, 10]), 'CONVERGED')
     """
     cell = MonotoneConv(in_channels, channels, size, kernel_size=kernel_size, m=m)
     middle = Equilibrium(cell, solver, stop, gradient, on_failure)
@@ -194,6 +224,12 @@ def neural_ode(
 
     On CIFAR-10, 125 filters have 172,358 parameters, and 64 with `augment=10` have 171,799: the 172k of Table 4's Neural ODE and
     augmented Neural ODE (Dupont et al., 2019).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import neural_ode
+        >>> neural_ode(1, 10, size=8, filters=8, augment=2)(torch.randn(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
     """
     height, width = image_size("neural_ode", size)
     if height != width:
@@ -226,6 +262,12 @@ def opteq_segmenter(
 
     Its equilibrium has channels[-1] channels. `FCN` has the same extractor and head.
     Optimization induced equilibrium networks, Section 7.5; only `hidden` is printed.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.models import opteq_segmenter
+        >>> opteq_segmenter(3, 5, channels=(8, 16), hidden=(16, 16))(torch.randn(2, 3, 16, 16)).shape
+        torch.Size([2, 5, 16, 16])
     """
     extractor = Strided(in_channels, channels, norm=norm)
     width = channels[-1]

@@ -44,6 +44,14 @@ class Accelerated(Solver):
     opposes the step or its residual grows. Other contractions are solved too, by these restarts, but more slowly than by Picard.
     A convex map with a dual (a dense OptEq) is solved in its dual form, one product a step.
     Beck and Teboulle (2009); O'Donoghue and Candes (2015).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.solvers import Accelerated
+        >>> print(Equilibrium(OptEq(4, 8, 16, constrained=True), Accelerated()).solve(torch.randn(5, 4)).status)
+        Status.CONVERGED
     """
 
     modulus: float | None = None

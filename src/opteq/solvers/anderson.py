@@ -39,6 +39,14 @@ class Anderson(Solver):
     `restart`: a sample whose residual exceeds `restart` times the best since its last restart forgets its history; inf: never.
     `brisk`: while each plain step z <- z + mixing r leaves at most this part of a sample's residual, the sample takes plain steps
     and keeps no history, which costs less; 0: never. Walker and Ni (2011).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Stop, solve
+        >>> from opteq.solvers import Anderson, Picard
+        >>> found = [solve(torch.cos, torch.zeros(1, 1), solver, Stop(rtol=1e-6)) for solver in (Picard(), Anderson())]
+        >>> [solution.status.name for solution in found], found[1].evals < found[0].evals
+        (['CONVERGED', 'CONVERGED'], True)
     """
 
     memory: int = 6

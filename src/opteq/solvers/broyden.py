@@ -34,6 +34,14 @@ class Broyden(Solver):
     `memory`: how many updates are kept; a full memory is emptied. `growth`: a step that makes the residual more than `growth`
     times as large is refused, the sample forgets its updates and takes a shorter plain step next. One evaluation a step.
     Broyden (1965).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Stop, solve
+        >>> from opteq.solvers import Broyden
+        >>> found = solve(lambda z: 3 - 2 * z, torch.zeros(1, 1), Broyden(), Stop(rtol=1e-6))  # no contraction
+        >>> found.status.name, round(found.z.item(), 4)
+        ('CONVERGED', 1.0)
     """
 
     memory: int = 20

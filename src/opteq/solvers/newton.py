@@ -30,6 +30,14 @@ class Newton(Solver):
 
     A convex map with a dual (a dense OptEq) is solved in its dual form, with CG and t = 1 (`forcing` None: 0.2); samples that
     Newton's steps do not help take plain ones for a while.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Stop, solve
+        >>> from opteq.solvers import Newton
+        >>> found = solve(torch.cos, torch.zeros(1, 1), Newton(), Stop(rtol=1e-6))
+        >>> found.status.name, round(found.z.item(), 4), int(found.steps) < 10
+        ('CONVERGED', 0.7391, True)
     """
 
     forcing: float | None = None

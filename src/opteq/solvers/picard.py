@@ -12,7 +12,15 @@ from opteq.solve import Map, Solver, State, ValueState, first_value
 
 @dataclass(frozen=True)
 class Picard(Solver):
-    """Plain iteration, z <- (1 - damping) z + damping f(z): converges for contractions, and damped for nonexpansive maps."""
+    """Plain iteration, z <- (1 - damping) z + damping f(z): converges for contractions, and damped for nonexpansive maps.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import solve
+        >>> from opteq.solvers import Picard
+        >>> solve(lambda z: 3 - z, torch.zeros(1, 1), Picard(damping=0.5)).z  # plain steps would go to and fro
+        tensor([[1.5000]])
+    """
 
     differentiable: ClassVar[bool] = True
     damping: float = 1.0

@@ -29,6 +29,16 @@ class SAM(Solver):
     The error falls like k^-min(rho, c) only, and any fixed point has residual 0: so every step of `Stop.max_steps` is taken,
     whatever the residual. Differentiate it with Unrolled(steps); where fixed points are not unique, Implicit has no meaning.
     Optimization induced equilibrium networks, Eq. (11) and Theorem 5.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Stop, solve
+        >>> from opteq.regularizers import L2
+        >>> from opteq.solvers import SAM
+        >>> fn = lambda z: z.mean(1, keepdim=True) + torch.tensor([1.0, -1.0])  # (t + 1, t - 1) is a fixed point for every t
+        >>> found = solve(fn, torch.tensor([[5.0, 1.0]]), SAM(L2()), Stop(max_steps=300))
+        >>> bool((found.z - torch.tensor([1.0, -1.0])).norm() < 0.3)  # the one of least norm
+        True
     """
 
     differentiable: ClassVar[bool] = True

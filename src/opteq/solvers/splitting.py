@@ -167,6 +167,15 @@ class ForwardBackward(Solver):
     `alpha`: "auto" takes m / L^2, with L from a few power iterations. Linear convergence with a factor of sqrt(1 - m^2 / L^2),
     which is slow where L is many times m: a larger alpha may be faster there, without the guarantee, and PeacemanRachford is where
     the map has a resolvent.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium, Stop
+        >>> from opteq.cells import Monotone
+        >>> from opteq.solvers import ForwardBackward
+        >>> layer = Equilibrium(Monotone(4, 8, m=0.5), ForwardBackward(), Stop(max_steps=500))
+        >>> print(layer.solve(torch.randn(5, 4)).status)
+        Status.CONVERGED
     """
 
     differentiable: ClassVar[bool] = True
@@ -218,6 +227,15 @@ class PeacemanRachford(Solver):
     Converges for every alpha > 0, also where ||W|| > 1. The factorisation is made once for a bound map and serves its backward
     solves. `alpha`: "auto" takes 1 / sqrt(L max(m, min(0.6, L))), with L = ||I - W|| from a few power iterations. Rounding limits
     the residual to about eps L / alpha.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import Monotone
+        >>> from opteq.solvers import PeacemanRachford
+        >>> layer = Equilibrium(Monotone(4, 8), PeacemanRachford(alpha=1.0))
+        >>> print(layer.solve(torch.randn(5, 4)).status)
+        Status.CONVERGED
     """
 
     alpha: Alpha = "auto"

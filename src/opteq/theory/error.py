@@ -47,7 +47,18 @@ _Part = TypeVar("_Part", bound=nn.Module)
 
 
 class ErrorBound(NamedTuple):
-    """|z - z*| <= bound for each sample; an "estimate" rests on a norm that was only estimated."""
+    """|z - z*| <= bound for each sample; an "estimate" rests on a norm that was only estimated.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import error_bound
+        >>> layer, x = Equilibrium(OptEq(4, 8, 16)), torch.randn(5, 4)
+        >>> bound, evidence = error_bound(layer, x, layer.solve(x))
+        >>> bound.shape, evidence
+        (torch.Size([5]), 'bound')
+    """
 
     bound: Tensor  # [batch], float64
     evidence: Evidence
@@ -73,6 +84,17 @@ def error_bound(
     The bound is infinite where the condition fails (c >= 1, m <= 0) and where x or z is not finite. `factor`: a c < 1 of your own,
     of f as the cell applies it (on the whole batch if f couples the samples), for cells of which none is known; f is then evaluated
     in the cell's own precision, and its injection taken as computed.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium, Stop
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import error_bound
+        >>> layer, x = Equilibrium(OptEq(4, 8, 16).double()), torch.randn(5, 4, dtype=torch.float64)
+        >>> exact = Equilibrium(layer.cell, stop=Stop(rtol=1e-12))(x)
+        >>> found = layer.solve(x)
+        >>> bool(((found.z - exact).norm(dim=1) <= error_bound(layer, x, found).bound).all())
+        True
     """
     cell = cell.cell if isinstance(cell, (Equilibrium, Readout)) else cell
     check_instance("error_bound", "cell", cell, Cell, "a Cell, or an Equilibrium or a Readout of one")
@@ -240,7 +262,15 @@ def _stacked(fn: StackedMap, z: Tensor, injected: Tensor) -> tuple[Tensor, Evide
 
 
 class Interval(NamedTuple):
-    """low <= y* <= high for each output."""
+    """low <= y* <= high for each output.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import certified_interval
+        >>> low, high = certified_interval(torch.nn.Linear(8, 2), torch.randn(5, 8), torch.full((5,), 0.1))
+        >>> low.shape, bool((low < high).all())
+        (torch.Size([5, 2]), True)
+    """
 
     low: Tensor
     high: Tensor
@@ -248,7 +278,17 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CertifiedPredictions:
-    """The class of each sample, and whether solving further could change it."""
+    """The class of each sample, and whether solving further could change it.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import certified_predictions
+        >>> head = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = head.load_state_dict({"weight": torch.eye(2)})
+        >>> found = certified_predictions(head, torch.tensor([[1.0, 0.0], [0.6, 0.5]]), torch.tensor([0.1, 0.1]))
+        >>> found.prediction.tolist(), found.certified.tolist()
+        ([0, 0], [True, False])
+    """
 
     prediction: Tensor  # [batch], the class at z
     certified: Tensor  # [batch], whether it is the class at z* for certain
@@ -259,6 +299,17 @@ def certified_interval(head: nn.Linear | Readout, z: Tensor, bound: Tensor | Err
     """|w_j'z + b_j - (w_j'z* + b_j)| <= |w_j| |z - z*|: where each output of a linear head is at the true equilibrium.
 
     `bound`: of |z - z*|, from error_bound. [batch, outputs]; [batch] for a Readout.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import certified_interval, error_bound
+        >>> layer, head, x = Equilibrium(OptEq(4, 8, 16)), torch.nn.Linear(8, 2), torch.randn(5, 4)
+        >>> solution = layer.solve(x)
+        >>> low, high = certified_interval(head, solution.z, error_bound(layer, x, solution))
+        >>> low.shape, bool((high - low).max() < 0.01)
+        (torch.Size([5, 2]), True)
     """
     bound = bound.bound if isinstance(bound, ErrorBound) else bound
     W, b = _affine_head("certified_interval", head)
@@ -277,6 +328,16 @@ def certified_predictions(head: nn.Linear | Readout, z: Tensor, bound: Tensor | 
     By Cauchy and Schwarz the difference of the two logits moves by at most |w_top - w_j| |z - z*|, which is at most, and often much
     less than, the |w_top| + |w_j| by which the logits can move one by one. A head with a single output decides by its sign: class 1
     if y > 0, else 0. `bound`: of |z - z*|, from error_bound.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium, Stop
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import certified_predictions, error_bound
+        >>> layer, head, x = Equilibrium(OptEq(4, 8, 16), stop=Stop(rtol=1e-6)), torch.nn.Linear(8, 3), torch.randn(5, 4)
+        >>> solution = layer.solve(x)
+        >>> bool(certified_predictions(head, solution.z, error_bound(layer, x, solution)).certified.all())
+        True
     """
     bound = bound.bound if isinstance(bound, ErrorBound) else bound
     prediction, reach = class_reach("certified_predictions", head, z, bound)

@@ -135,7 +135,19 @@ def _pull(readout: Readout, parameters: Mapping[str, nn.Parameter], X: Tensor, z
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """theta(t) at `times`: the losses [T] and every trainable parameter, [T, *shape]. `evals`: how many gradients it took."""
+    """theta(t) at `times`: the losses [T] and every trainable parameter, [T, *shape]. `evals`: how many gradients it took.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import GaussianDEQ
+        >>> from opteq.models import Readout
+        >>> from opteq.theory import gradient_flow
+        >>> readout = Readout(GaussianDEQ(2, 8)).double()
+        >>> X, y = torch.randn(3, 2, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+        >>> flow = gradient_flow(readout, X, y, [0.0, 0.1], rtol=1e-3)
+        >>> torch.allclose(flow.model_at(0)(X), readout(X)), flow.parameters["cell.W"].shape
+        (True, torch.Size([2, 8, 8]))
+    """
 
     times: Tensor
     losses: Tensor
@@ -180,6 +192,17 @@ def gradient_flow(
     exactly on their kinks. Smooth activations have none. For others take a large rtol, or descent with small steps. Where
     `max_evals` gradients do not suffice, or the steps become too small, RuntimeError says how far it came; where an equilibrium is
     not found, so does ConvergenceError. Computed on the CPU in float64 but for the gradients.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import GaussianDEQ
+        >>> from opteq.models import Readout
+        >>> from opteq.theory import gradient_flow
+        >>> readout = Readout(GaussianDEQ(2, 8)).double()
+        >>> X, y = torch.randn(3, 2, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+        >>> losses = gradient_flow(readout, X, y, [0.0, 0.1, 0.2], rtol=1e-3).losses
+        >>> bool((losses.diff() < 0).all())
+        True
     """
     network = _Network(readout, X, y, max_evals)
     at = _check_times(times)
@@ -359,6 +382,13 @@ def predicted_loss(kernel: Tensor, residual: Tensor, step: float | None, k: int 
     outputs they are [N, k, N, k] and [N, k]. `step=None` is the flow, L(t) = 1/2 sum_i exp(-2 lambda_i t) (q_i'r)^2 at the times k.
     The result has the shape of k. It is exact for models that are linear in their parameters, and the limit of wide networks.
     Monotone DEQs and their neural tangent kernel, (2.13) and (2.14).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import predicted_loss
+        >>> kernel, residual = torch.diag(torch.tensor([1.0, 2.0])), torch.tensor([1.0, 1.0])
+        >>> predicted_loss(kernel, residual, step=0.5, k=torch.tensor([0, 1, 2])).round(decimals=3)
+        tensor([1.0000, 0.1250, 0.0310])
     """
     K, r = _flattened(kernel, residual)
     powers = _powers(k, step, K.device)

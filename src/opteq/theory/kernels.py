@@ -142,6 +142,14 @@ def population_kernel(X: Tensor, sigma_w2: float, depth: int | None = None, X2: 
     (default: X); an input 0 has the kernel 0. The limit needs sigma_w2 < 1, a depth none of it; a finite network is known to be
     well-posed below 1/8 only. Computed in double precision, returned in the dtype of X, without gradients.
     Gaussian-initialised DEQs, Definition 1 and Theorem 3 (i), there for |x|^2 = d.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import population_kernel
+        >>> X = torch.eye(2) * 2**0.5  # |x|^2 = d
+        >>> population_kernel(X, sigma_w2=0.1).round(decimals=3)
+        tensor([[1.1110, 0.3730],
+                [0.3730, 1.1110]])
     """
     owner = "population_kernel"
     inputs = _inputs(owner, X, X2)
@@ -162,6 +170,14 @@ def tangent_limit(X: Tensor, sigma_w2: float, X2: Tensor | None = None, *, width
 
     K and c are those of `population_kernel`, for inputs of any norm; a ~ N(0, 1/m). The three parts of H are those of a (K), of
     W (r K) and of U, which is r x_i.x_j/m and so vanishes: `width` = m keeps it, as a comparison at a finite width should.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import population_kernel, tangent_limit
+        >>> X = torch.eye(2) * 2**0.5
+        >>> bool((tangent_limit(X, 0.1) > population_kernel(X, 0.1)).all()), tangent_limit(X, 0.1).round(decimals=3)
+        (True, tensor([[1.7280, 0.4730],
+                [0.4730, 1.7280]]))
     """
     owner = "tangent_limit"
     inputs = _inputs(owner, X, X2)
@@ -180,13 +196,27 @@ def scaled_relu_kernel(X: Tensor, X2: Tensor | None = None) -> Tensor:
 
     `least_eigenvalue` of it is the paper's lambda_*. It is |x_i| |x_j| Q(cos(x_i, x_j))/2, so that lambda_* <= |X|_F^2/(2 N).
     Gamma-scaled ReLU implicit networks, Section 5.2.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import scaled_relu_kernel
+        >>> scaled_relu_kernel(torch.eye(2)).round(decimals=4)  # 1/2 and 1/(2 pi)
+        tensor([[0.5000, 0.1592],
+                [0.1592, 0.5000]])
     """
     inputs = _inputs("scaled_relu_kernel", X, X2)
     return (inputs.size * (X.shape[1] / 2) * inputs.angles.Q).to(inputs.dtype)
 
 
 def least_eigenvalue(K: Tensor) -> float:
-    """lambda_* = lambda_min(K): positive for the kernels here unless an input is 0 or a positive multiple of another."""
+    """lambda_* = lambda_min(K): positive for the kernels here unless an input is 0 or a positive multiple of another.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import least_eigenvalue
+        >>> round(least_eigenvalue(torch.tensor([[2.0, 1.0], [1.0, 2.0]])), 6)
+        1.0
+    """
     check_symmetric("least_eigenvalue", "K", K)
     return float(torch.linalg.eigvalsh(_symmetric(K))[0])
 
@@ -203,6 +233,15 @@ class KernelRegression:
 
     `leave_one_out` holds y_i - f_i(x_i), f_i being fitted to all samples but i. `condition` is that of K + ridge I: exact, or an
     upper bound as `evidence` says. `parallel` is a pair of inputs that the kernel cannot tell apart, when it is singular.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import kernel_regression
+        >>> fit = kernel_regression(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.tensor([1.0, 0.0]))
+        >>> fit.singular, round(fit.condition, 3)
+        (False, 3.0)
+        >>> fit.predict(torch.tensor([[2.0, 1.0]])).round(decimals=3)
+        tensor([1.])
     """
 
     coefficients: Tensor  # [N] or [N, k], as y
@@ -250,6 +289,14 @@ def kernel_regression(K: Tensor, y: Tensor, *, ridge: float = 0.0) -> KernelRegr
     K [N, N] is symmetric positive semi-definite, y [N] or [N, k]. A singular K, such as that of parallel inputs, gets a
     RuntimeWarning and the solution of least norm, the limit ridge -> 0, leave-one-out residuals included. A network that begins at
     f_0 and is trained in its tangent kernel's regime predicts f_0 + `kernel_regression(K, y - f_0(X)).predict(K_cross)`.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import kernel_regression, population_kernel
+        >>> X, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+        >>> fit = kernel_regression(population_kernel(X, 0.1), y)
+        >>> torch.allclose(fit.fitted, y), fit.leave_one_out.shape
+        (True, torch.Size([6]))
     """
     owner = "kernel_regression"
     check_symmetric(owner, "K", K)

@@ -50,7 +50,15 @@ __all__ = ["CertifiedRadius", "LipschitzBound", "certified_radius", "lipschitz_b
 
 @dataclass(frozen=True)
 class LipschitzBound:
-    """|g(x) - g(x')| <= value |x - x'| for all x and x'; an "estimate" rests on a norm that was only estimated."""
+    """|g(x) - g(x')| <= value |x - x'| for all x and x'; an "estimate" rests on a norm that was only estimated.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import lipschitz_bound
+        >>> found = lipschitz_bound(torch.nn.ReLU())
+        >>> found.value.item(), found.evidence
+        (1.0, 'exact')
+    """
 
     value: Tensor  # 0-d, float64; infinite where nothing is known
     evidence: Evidence
@@ -87,6 +95,16 @@ def lipschitz_bound(model: nn.Module) -> LipschitzBound:
     estimated, and in_features, or in_channels and size. The norms of other convolutions hold for images of every size. The value
     can be differentiated by the parameters. It is infinite where the condition (m > 0, c < 1) fails. It speaks of exact equilibria:
     what a solver returns is off by up to its error_bound.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import lipschitz_bound
+        >>> layer, (x, y) = Equilibrium(OptEq(4, 8, 16)), torch.randn(2, 5, 4)
+        >>> bound = lipschitz_bound(layer).value
+        >>> bool(((layer(x) - layer(y)).norm(dim=1) <= bound * (x - y).norm(dim=1)).all())
+        True
     """
     check_instance("lipschitz_bound", "model", model, nn.Module, "an nn.Module")
     check_finite(model, model.named_parameters())
@@ -308,7 +326,17 @@ def _injection(cell: Cell) -> Norm:
 
 @dataclass(frozen=True, eq=False)
 class CertifiedRadius:
-    """No perturbation of a sample with |dx| < radius changes its predicted class."""
+    """No perturbation of a sample with |dx| < radius changes its predicted class.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import certified_radius
+        >>> head = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = head.load_state_dict({"weight": torch.eye(2)})
+        >>> found = certified_radius(torch.nn.Sequential(torch.nn.ReLU(), head), torch.tensor([[3.0, 1.0]]))
+        >>> found.prediction.tolist(), round(found.radius.item(), 3)  # (3 - 1) / sqrt(2)
+        ([0], 1.414)
+    """
 
     radius: Tensor  # [batch], float64; 0 where nothing is certified
     prediction: Tensor  # [batch]
@@ -350,6 +378,18 @@ def certified_radius(model: nn.Module, x: Tensor) -> CertifiedRadius:
     lipschitz_bound of what comes before the head; |w_top - w_j| is at most sqrt 2 ||W||, and often much less. How far the solver's
     z may be from the equilibrium is taken off the margin: the claim is on the exact model, in double precision. The radius is 0
     where nothing is certified.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import certified_radius
+        >>> model = torch.nn.Sequential(Equilibrium(OptEq(4, 8, 16)), torch.nn.Linear(8, 3)).double()
+        >>> x, move = torch.randn(2, 5, 4, dtype=torch.float64)
+        >>> found = certified_radius(model, x)
+        >>> moved = x + 0.99 * found.radius[:, None] * move / move.norm(dim=1, keepdim=True)
+        >>> bool((model(moved).argmax(1) == found.prediction).all())
+        True
     """
     check_instance("certified_radius", "model", model, nn.Module, "an nn.Module")
     check_floating("certified_radius", "x", x)

@@ -59,6 +59,16 @@ def empirical_ntk(
     which the model solves its equilibria: 1e-12 for a Readout in float64; set it in the Stop of others. An equilibrium of a Readout
     that is not found raises ConvergenceError, whatever its `on_failure`; other models do as theirs says.
     Gaussian-initialised DEQs, Section 2.3; gamma-scaled ReLU implicit networks, Lemma 4.1; monotone DEQs, Proposition 4.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import GaussianDEQ
+        >>> from opteq.models import Readout
+        >>> from opteq.theory import empirical_ntk
+        >>> readout, X = Readout(GaussianDEQ(4, 32)).double(), torch.randn(5, 4, dtype=torch.float64)
+        >>> K = empirical_ntk(readout, X)
+        >>> K.shape, torch.allclose(K, sum(empirical_ntk(readout, X, blocks=True).values()))
+        (torch.Size([5, 5]), True)
     """
     _check(model, X, X2, samples, memory)
     parts = _structured(model, X, X2, memory) if has_formulas(model) else _contracted(model, X, X2, samples, memory, blocks)

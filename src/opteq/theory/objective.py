@@ -141,6 +141,16 @@ def objective(cell: Cell, x: Tensor, y: Tensor) -> Tensor:
 
     f is the layer without its skip connection. At an equilibrium z = f(z), which minimises phi, objective(cell, x, z) is the
     minimum. Optimization induced equilibrium networks, Theorem 1.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium, Stop
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import objective
+        >>> cell, x = OptEq(4, 8, 16, constrained=True).double(), torch.randn(5, 4, dtype=torch.float64)
+        >>> z = Equilibrium(cell, stop=Stop(rtol=1e-10))(x)
+        >>> bool((objective(cell, x, z) < objective(cell, x, z + 0.1)).all())
+        True
     """
     return term("objective", bound("objective", cell, x, y)).phi(y)
 
@@ -149,6 +159,16 @@ def envelope(cell: Cell, x: Tensor, y: Tensor) -> Tensor:
     """alpha M_phi^{1-alpha}(v) at v = alpha f(y) + (1 - alpha) y, exact: what a layer with a skip connection minimises.
 
     M_phi^t(v) = min_w phi(w) + |w - v|^2 / (2 t). Optimization induced equilibrium networks, Table 1 and Theorem 2.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium, Stop
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import envelope
+        >>> cell, x = OptEq(4, 8, 16, alpha=0.8, constrained=True).double(), torch.randn(5, 4, dtype=torch.float64)
+        >>> z = Equilibrium(cell, stop=Stop(rtol=1e-10))(x)
+        >>> bool((envelope(cell, x, z) < envelope(cell, x, z + 0.1)).all())
+        True
     """
     return term("envelope", bound("envelope", cell, x, y)).envelope(y)
 
@@ -160,6 +180,16 @@ def inclusion_residual(deep: DeepOptEq | StackedOptEq, x: Tensor, z: Tensor) -> 
     f_L(z_{L-1}): so what is left is the distance |f_L(z_{L-1}) - z_0|, which is 0 at equilibria and only there. A regulariser is
     one more block (prox) or a term in the first (gradient). For a StackedOptEq, z is z~ itself.
     Optimization induced equilibrium networks, Theorem 2.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium, Stop
+        >>> from opteq.cells import DeepOptEq, OptEq
+        >>> from opteq.theory import inclusion_residual
+        >>> deep, x = DeepOptEq([OptEq(4, 8, 16), OptEq(4, 8, 12)]).double(), torch.randn(5, 4, dtype=torch.float64)
+        >>> z = Equilibrium(deep, stop=Stop(rtol=1e-10))(x)
+        >>> bool(inclusion_residual(deep, x, z).max() < 1e-8), bool(inclusion_residual(deep, x, z + 0.1).min() > 0.01)
+        (True, True)
     """
     if not isinstance(deep, (DeepOptEq, StackedOptEq)):
         raise TypeError(invalid("inclusion_residual", "deep", "a DeepOptEq or a StackedOptEq", type(deep).__name__))

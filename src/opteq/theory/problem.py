@@ -30,7 +30,13 @@ Blocks: TypeAlias = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Requirement:
-    """One condition, lhs <= rhs, under which the problem is convex or the iteration for it converges."""
+    """One condition, lhs <= rhs, under which the problem is convex or the iteration for it converges.
+
+    Examples:
+        >>> from opteq.theory import Requirement
+        >>> Requirement("||W||^2 <= mu", lhs=0.25, rhs=1.0, evidence="exact").holds
+        True
+    """
 
     name: str
     lhs: float
@@ -49,7 +55,18 @@ class Requirement:
 
 @dataclass(frozen=True, eq=False)
 class Problem(ABC):
-    """The problem that the equilibrium of `cell` solves: stated as `text` and `latex`, evaluated by `value` and `residual`."""
+    """The problem that the equilibrium of `cell` solves: stated as `text` and `latex`, evaluated by `value` and `residual`.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import recover_problem
+        >>> cell, x = OptEq(4, 8, 16, constrained=True), torch.randn(5, 4)
+        >>> problem, z = recover_problem(cell), Equilibrium(cell)(x)
+        >>> problem.kind, problem.convex, problem.value(x, z).shape, bool(problem.residual(x, z).max() < 1e-3)
+        ('minimisation', True, torch.Size([5]), True)
+    """
 
     kind: ClassVar[Literal["minimisation", "inclusion"]] = "minimisation"
     cell: Cell
@@ -198,6 +215,13 @@ def recover_problem(cell: Cell) -> Problem:
     function; more layers solve an inclusion (Theorem 2). The printed objective Phi + R of regularised deep networks holds for one
     layer only: with more, the gradient form adds gamma grad R(z_0) to the first row of the inclusion and the prox form is one
     more block. Optimization induced equilibrium networks.
+
+    Examples:
+        >>> from opteq.cells import OptEq
+        >>> from opteq.theory import recover_problem
+        >>> problem = recover_problem(OptEq(4, 8, 16, constrained=True))
+        >>> problem.text.split(", ")[0], problem.convex
+        ('minimise over z: phi(z) = psi*(z) - |z|^2/2', True)
     """
     if isinstance(cell, (DeepOptEq, StackedOptEq)):
         return _recover_deep(cell)

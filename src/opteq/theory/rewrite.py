@@ -46,6 +46,14 @@ def from_feedforward(net: nn.Sequential) -> nn.Sequential:
 
     Optimization induced equilibrium networks, Lemma 2. There the biases are columns of A, by a 1 that is appended to x; that needs
     sigma(1) = 1, which tanh has not: an erratum. Here they are the b_l.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from opteq.theory import from_feedforward
+        >>> net, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(5, 4)
+        >>> torch.allclose(from_feedforward(net)(x), net(x), atol=1e-5)
+        True
     """
     hidden, last = _split(_layers("from_feedforward", net))
     features = _state_size([len(layer.c) for layer in hidden])
@@ -64,6 +72,14 @@ class UnitLayers(nn.Module):
 
     `lift`: W_0'. `cells`: the unit layers, each applied once, to z and x. `head`: W_{L+1} and c.
     Optimization induced equilibrium networks, Lemma 1.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from opteq.theory import unit_layers
+        >>> units = unit_layers(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)))
+        >>> len(units.cells), units(torch.randn(5, 4)).shape
+        (2, torch.Size([5, 2]))
     """
 
     def __init__(self, lift: nn.Linear, cells: Sequence[OptEq], head: nn.Linear) -> None:
@@ -86,6 +102,14 @@ def unit_layers(net: nn.Sequential) -> UnitLayers:
     W_k W_{k-1}' = A_k, and W_0 has orthonormal rows. Takes the networks that `from_feedforward` takes, and makes parameters of
     its own in the same way; again ||W_k|| > 1. The U of the cells is 0: it is there to be trained.
     Optimization induced equilibrium networks, Lemma 1.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from opteq.theory import unit_layers
+        >>> net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(5, 4)
+        >>> torch.allclose(unit_layers(net)(x), net(x), atol=1e-5)
+        True
     """
     hidden, last = _split(_layers("unit_layers", net))
     A = hidden[0].A
@@ -104,6 +128,13 @@ class WeightTied(nn.Module):
 
     `widths` and `activations`: the size of each block and what sigma~ does to it.
     Monotone DEQs and their neural tangent kernel, Theorem B.0.1.
+
+    Examples:
+        >>> from torch import nn
+        >>> from opteq.theory import weight_tied
+        >>> tied = weight_tied(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+        >>> tied.W_z.shape, tied.widths
+        (torch.Size([10, 10]), (8, 2))
     """
 
     def __init__(self, W_z: Tensor, W_x: Tensor, b: Tensor, widths: Sequence[int], activations: Sequence[Activation]) -> None:
@@ -139,6 +170,14 @@ def weight_tied(net: nn.Sequential) -> WeightTied:
     equilibrium. Takes the networks that `from_feedforward` takes. W_z is dense, [sum n_k, sum n_k], and trained as a whole:
     the zeros around its blocks do not stay zeros.
     Monotone DEQs and their neural tangent kernel, Theorem B.0.1.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from opteq.theory import weight_tied
+        >>> net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(5, 4)
+        >>> torch.allclose(weight_tied(net)(x), net(x), atol=1e-5)
+        True
     """
     layers = _layers("weight_tied", net)
     widths = [len(layer.c) for layer in layers]
@@ -160,6 +199,14 @@ def solve_factor(A: Tensor, W: Tensor, *, full_rank: bool = True) -> Tensor:
     needs m >= n + n'; `full_rank=False` leaves it out. All singular values of V lie between 1 and
     sqrt(1 + (||A|| / sigma_min(W))^2), so that in a chain of such factors they neither grow nor vanish with the depth.
     Computed in float64 and rounded to the dtype of A. Optimization induced equilibrium networks, Lemma 4.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import solve_factor
+        >>> A, W = torch.randn(2, 3), torch.randn(3, 6)
+        >>> V = solve_factor(A, W)
+        >>> V.shape, torch.allclose(V @ W.T, A, atol=1e-4)
+        (torch.Size([2, 6]), True)
     """
     for name, matrix in (("A", A), ("W", W)):
         check_floating("solve_factor", name, matrix)
@@ -315,6 +362,13 @@ class ProxTest:
     """J = J', 0 <= J <= 1, |f(y) - f(y')| <= |y - y'|: how far the points that were tried are from these.
 
     `holds`, and the test itself as a bool: whether all are met to the tolerance.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import is_prox
+        >>> test = is_prox(lambda z: 2 * z, torch.randn(4, 3, dtype=torch.float64))
+        >>> test.holds, round(test.largest, 6)
+        (False, 2.0)
     """
 
     asymmetry: float  # the largest |J - J'| / |J|
@@ -360,6 +414,13 @@ def is_prox(fn: Map | Callable[[Tensor], Tensor], z: Tensor, *, tolerance: float
     a map that is bound to an x of each sample is tested for each of these x. The dense Jacobians are for small states: n vjps and
     [batch, n, n] numbers. Use float64, or a tolerance of about 1e-4 in float32.
     Optimization induced equilibrium networks, Lemma 5.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.theory import is_prox
+        >>> z = torch.randn(4, 3, dtype=torch.float64)
+        >>> bool(is_prox(torch.relu, z)), bool(is_prox(torch.neg, z))
+        (True, False)
     """
     check_floating("is_prox", "z", z)
     if z.ndim == 0 or z.numel() == 0:

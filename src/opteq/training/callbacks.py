@@ -18,6 +18,21 @@ class Callback:
     """Told of the training by the first process; override what you need.
 
     A callback that raises stops the training; one that returns a row from `step` has it written among the metrics.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.training import Callback, TrainConfig, fit
+        >>> class Steps(Callback):
+        ...     def begin(self, config, total):
+        ...         print("of", total)
+        ...     def step(self, step):
+        ...         print("step", step)
+        >>> data = torch.randn(32, 4), torch.randn(32, 1)
+        >>> config = TrainConfig(epochs=1, batch_size=16)
+        >>> result = fit(torch.nn.Linear(4, 1), data, config=config, callbacks=[Steps()], verbose=False)
+        of 2
+        step 1
+        step 2
     """
 
     def begin(self, config: Row, total: int) -> None:
@@ -61,6 +76,15 @@ class TensorBoard(Callback):
 
     "Custom scalars" there shows the panels that reports show. The folder is made with the first row. After a roll-back, and when a
     training is resumed into the same folder, the steps that are made again replace those that were there.
+
+    Examples:
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from opteq.training import TensorBoard, TrainConfig, fit
+        >>> data = torch.randn(32, 4), torch.randn(32, 1)
+        >>> _ = fit(torch.nn.Linear(4, 1), data, config=TrainConfig(epochs=1), callbacks=[TensorBoard("logs")], verbose=False)
+        >>> any("tfevents" in file.name for file in Path("logs").iterdir())
+        True
     """
 
     def __init__(self, folder: str | Path) -> None:

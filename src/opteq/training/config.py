@@ -23,7 +23,19 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. A run can be resumed only with the same settings, but for those of the last group."""
+    """How to train. A run can be resumed only with the same settings, but for those of the last group.
+
+    Examples:
+        >>> from opteq.training import TrainConfig
+        >>> config = TrainConfig(epochs=8, optimizer="muon", lr=0.02, hold=0.9)
+        >>> config.schedule, config.batch_size
+        ('cosine', 128)
+        >>> try:
+        ...     TrainConfig(lr=-1)
+        ... except ValueError as error:
+        ...     print(error)
+        The 'lr' parameter of TrainConfig must be a finite number > 0. Got -1 instead.
+    """
 
     epochs: int = 10
     """Passes over the training set."""
@@ -150,7 +162,14 @@ OPERATIONAL = ("on_divergence", "rollbacks", "shrink", "checkpoint_every", "keep
 
 
 def step_size(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """The step size of step 0, 1, ...: a function of the step alone, so that a resumed run has nothing to restore."""
+    """The step size of step 0, 1, ...: a function of the step alone, so that a resumed run has nothing to restore.
+
+    Examples:
+        >>> from opteq.training import TrainConfig, step_size
+        >>> config = TrainConfig(epochs=2, lr=0.1, schedule="cosine")
+        >>> [round(step_size(config, step, steps_per_epoch=2), 4) for step in range(4)]
+        [0.1, 0.0854, 0.05, 0.0146]
+    """
     total, lr = config.epochs * steps_per_epoch, config.lr
     if config.schedule == "onecycle":
         return lr * _one_cycle(step, total)

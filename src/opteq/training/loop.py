@@ -41,7 +41,18 @@ from opteq.training.watch import Health, Trouble, raised
 
 
 class DivergenceError(RuntimeError):
-    """A training went wrong; `trouble` has the layer and the figure, `step` the step at which it was caught."""
+    """A training went wrong; `trouble` has the layer and the figure, `step` the step at which it was caught.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.training import DivergenceError, TrainConfig, fit
+        >>> data = torch.randn(32, 4), torch.randn(32, 1)
+        >>> try:
+        ...     fit(torch.nn.Linear(4, 1), data, loss=lambda y, t: (y - t).mean() * float("nan"), verbose=False)
+        ... except DivergenceError as error:
+        ...     print(error.trouble.what, error.step)
+        nan_loss 0
+    """
 
     def __init__(self, message: str, trouble: Trouble, step: int) -> None:
         super().__init__(message)
@@ -50,7 +61,16 @@ class DivergenceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Result:
-    """What a training came to; the model that was given holds the trained weights."""
+    """What a training came to; the model that was given holds the trained weights.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.training import TrainConfig, fit
+        >>> data = torch.randn(32, 4), torch.randint(2, (32,))
+        >>> result = fit(torch.nn.Linear(4, 2), data, data, TrainConfig(epochs=3, batch_size=16), verbose=False)
+        >>> result.steps, result.epochs, result.stopped, "valid_accuracy" in result.scores
+        (6, 3, None, True)
+    """
 
     steps: int
     epochs: int
@@ -82,6 +102,17 @@ def fit(
     it goes on, to the same result as if it had never stopped. `about`: JSON that says what the data and the model are.
     `callbacks`: Callback objects, or functions of the number of steps made, such as a Monitor.
     In a process group (torchrun), each process takes its part of every batch. Raises DivergenceError when the training goes wrong.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.training import TrainConfig, fit
+        >>> model = torch.nn.Sequential(Equilibrium(OptEq(4, 8, 16, constrained=True)), torch.nn.Linear(8, 2))
+        >>> x = torch.randn(256, 4)
+        >>> result = fit(model, (x, (x[:, 0] > 0).long()), config=TrainConfig(epochs=5, batch_size=32, lr=0.02), verbose=False)
+        >>> result.scores["train_accuracy"] > 0.9, model[0].solve(x).status.name
+        (True, 'CONVERGED')
     """
     training = Training(model, train, valid, TrainConfig() if config is None else config, loss, ignore)
     folder = None if folder is None else Path(folder)

@@ -15,6 +15,14 @@ def set_mode(model: nn.Module, mode: Mode, steps: int) -> None:
     The unrolled modes put plain steps, or SAM's, in place of the layer's own solver.
     "sam" takes the regulariser R out of the map, T(T_R(z)), and gives it to the iteration, which selects by it among the fixed
     points of T.
+
+    Examples:
+        >>> from opteq.models import deep_opteq
+        >>> from opteq.training import set_mode
+        >>> model = deep_opteq(1, 10, channels=8, hidden=(8,), stride=1)
+        >>> set_mode(model, "unrolled", steps=20)
+        >>> model.equilibrium.gradient
+        Unrolled(steps=20)
     """
     if mode == "own":
         return

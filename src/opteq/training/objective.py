@@ -25,6 +25,13 @@ class Objective:
 
     Integer y: cross entropy of [batch, classes, ...] against [batch, ...], labels `ignore` left out. Floating y: mean square.
     `own`: any function of (output, y) that is a mean over the samples.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.training import Objective
+        >>> loss, terms = Objective(ignore=255)(torch.zeros(3, 2), torch.tensor([0, 1, 255]))
+        >>> round(loss.item(), 4), terms  # log 2, over the two that count
+        (0.6931, 2.0)
     """
 
     label_smoothing: float = 0.0
@@ -168,7 +175,16 @@ def evaluate(
     objective: Objective | None = None,
     world: World | None = None,
 ) -> dict[str, float]:
-    """Loss, accuracy and solver health of the model, in eval mode, on the samples x, y; the model is left as it was."""
+    """Loss, accuracy and solver health of the model, in eval mode, on the samples x, y; the model is left as it was.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.training import evaluate
+        >>> model = torch.nn.Identity()
+        >>> scores = evaluate(model, torch.eye(3), torch.tensor([0, 1, 1]))
+        >>> round(scores["accuracy"], 4)
+        0.6667
+    """
     objective = Objective() if objective is None else objective
     like = next(model.parameters(), torch.empty(0))
     world = World(device=like.device) if world is None else world

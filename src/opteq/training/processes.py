@@ -10,12 +10,33 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class LostProcessError(RuntimeError):
-    """Another process of the job died."""
+    """Another process of the job died.
+
+    Examples:
+        >>> from opteq.training import LostProcessError
+        >>> def answer():
+        ...     raise LostProcessError("another process of the job died")  # as fit does where a job has several processes
+        >>> try:
+        ...     answer()
+        ... except LostProcessError:
+        ...     print("start the job again, with resume=True")
+        start the job again, with resume=True
+    """
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a training: `size` of them, this one being `rank`."""
+    """The processes of a training: `size` of them, this one being `rank`.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.training import World
+        >>> world = World.here(torch.device("cpu"))
+        >>> world.rank, world.size, world.first
+        (0, 1, True)
+        >>> World(rank=1, size=2).share(torch.arange(5))
+        tensor([1, 3])
+    """
 
     rank: int = 0
     size: int = 1

@@ -18,6 +18,12 @@ class Condition:
     """lhs >= rhs, or lhs > rhs when `strict`: always written so that a larger lhs is better. NaN never holds.
 
     Nothing is concluded from 0 >= 0: a condition with rhs = 0 holds only if lhs > 0.
+
+    Examples:
+        >>> from opteq.theory.certificates import Condition
+        >>> condition = Condition("width", "width >= N", lhs=64, rhs=8)
+        >>> condition.holds, condition.slack
+        (True, 8.0)
     """
 
     name: str
@@ -60,7 +66,19 @@ class Condition:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """quantity <= bound, or >= bound, at every step: `quantity` is a key of Measurement.quantities."""
+    """quantity <= bound, or >= bound, at every step: `quantity` is a key of Measurement.quantities.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import ScaledReLU
+        >>> from opteq.data import unit_norm
+        >>> from opteq.models import Readout
+        >>> from opteq.theory.certificates import certified_init, certify
+        >>> X, y = unit_norm(torch.randn(4, 8, dtype=torch.float64)), torch.randn(4, dtype=torch.float64)
+        >>> certificate = certify(certified_init(Readout(ScaledReLU(8, 32)), X, y), X, y)
+        >>> [guarantee.quantity for guarantee in certificate.guarantees if guarantee.sense == ">="]
+        ['sigma_min Z']
+    """
 
     quantity: str
     sense: Literal["<=", ">="]
@@ -78,6 +96,17 @@ class Certificate:
     in (0, max_step], or L(t) <= exp(-decay t) L(0) for flows. `rate`: 1 - max_step decay, or decay for flows. A certificate that
     does not hold has max_step = 0, decay = 0, rate = NaN, and no guarantees. `loss` bounds L(0) from above, rounding and the
     solver's error included; `measured` is L(0) as computed, which `check` knows a run by (None: `loss` is).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import ScaledReLU
+        >>> from opteq.data import unit_norm
+        >>> from opteq.models import Readout
+        >>> from opteq.theory.certificates import certified_init, certify
+        >>> X, y = unit_norm(torch.randn(4, 8, dtype=torch.float64)), torch.randn(4, dtype=torch.float64)
+        >>> certificate = certify(certified_init(Readout(ScaledReLU(8, 32)), X, y), X, y)
+        >>> certificate.holds, certificate.kind, certificate.loss_bound(100) < certificate.loss
+        (True, 'descent', True)
     """
 
     theorem: str

@@ -49,6 +49,17 @@ def certify(
 
     `sharp=True`: the same conditions and conclusions with a step of 1 / sup ||Z||_F^2, a thousand times the stated one or more,
     by a shorter last step of the proof (`Theorem.max_step`).
+
+    Examples:
+        >>> import torch
+        >>> from opteq import certify
+        >>> from opteq.cells import ScaledReLU
+        >>> from opteq.data import unit_norm
+        >>> from opteq.models import Readout
+        >>> X, y = unit_norm(torch.randn(4, 8, dtype=torch.float64)), torch.randn(4, dtype=torch.float64)
+        >>> certificate = certify(Readout(ScaledReLU(8, 32)).double(), X, y)
+        >>> certificate.holds, [condition.name for condition in certificate.failing]
+        (False, ['(17)', '(18)', '(19)'])
     """
     check_instance("certify", "readout", readout, nn.Module, "an nn.Module")
     for name, value in (("flow", flow), ("sharp", sharp)):

@@ -28,6 +28,16 @@ def certified_init(readout: Readout, X: Tensor, y: Tensor, *, flow: bool = False
     gamma ||A|| >= 1 gets gamma = 1 / (2 ||A||), a GaussianDEQ with ||W|| >= 1 is scaled to ||W|| = 1/2. Raises ValueError with what
     stands in the way when no scale up to `max_scale` (1e4 for bounded activations, such as tanh) is enough.
     Gamma-scaled ReLU implicit networks, Section 5.1.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import ScaledReLU
+        >>> from opteq.data import unit_norm
+        >>> from opteq.models import Readout
+        >>> from opteq.theory.certificates import certified_init, certify
+        >>> X, y = unit_norm(torch.randn(4, 8, dtype=torch.float64)), torch.randn(4, dtype=torch.float64)
+        >>> certify(certified_init(Readout(ScaledReLU(8, 32)), X, y), X, y).holds
+        True
     """
     check_instance("certified_init", "flow", flow, bool, "a bool")
     check_number("certified_init", "max_scale", max_scale, 1.0)

@@ -24,6 +24,16 @@ class Measurement:
     """The loss |y^ - y|^2 / 2, the residual |y^ - y|, sigma_min(Z) of Z [N, width], and named quantities.
 
     "norm W" is ||W||_2 of the parameter W, "moved W" is ||W - W(0)||_F; "[U b]" is the matrix U with the bias as one more column.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import ScaledReLU
+        >>> from opteq.models import Readout
+        >>> from opteq.theory.certificates import measure
+        >>> X, y = torch.randn(4, 8, dtype=torch.float64), torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+        >>> found = measure(Readout(ScaledReLU(8, 32)).double(), X, y)  # which begins at y^ = 0
+        >>> found.loss, found.residual, found.sigma_min > 0
+        (2.0, 2.0, True)
     """
 
     loss: float
@@ -41,6 +51,15 @@ def measure(
     where the solve begins, such as states that are almost the equilibrium. Raises ConvergenceError when it is not found.
     Quantities: "loss", "sigma_min Z", "lambda_min Z'Z", "norm P" and "moved P" for each parameter P ("cell." is left out),
     "gamma norm A" for ScaledReLU, and "norm [U b]" for a Monotone with a bias.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import ScaledReLU
+        >>> from opteq.models import Readout
+        >>> from opteq.theory.certificates import measure
+        >>> X, y = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+        >>> sorted(measure(Readout(ScaledReLU(8, 32)).double(), X, y).quantities)
+        ['gamma norm A', "lambda_min Z'Z", 'loss', 'norm A', 'norm W', 'norm a', 'sigma_min Z']
     """
     X, y = check_data("measure", readout, X, y)
     Z = tight_solution(readout, X, z0).raise_if_failed().z

@@ -31,6 +31,16 @@ class Record:
     Then what has changed since k = 0: `kernel_drift` is ||K - K(0)||_F / ||K(0)||_F, `pattern_change` the share of the units and
     samples whose pre-activation lies on another side of 0. `solver_steps`: the model's own, from its own start to its own
     tolerance, the mean over the samples.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import GaussianDEQ
+        >>> from opteq.models import Readout
+        >>> from opteq.theory.certificates import Monitor
+        >>> X, y = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+        >>> record = Monitor(Readout(GaussianDEQ(8, 32)).double(), X, y)()
+        >>> record.k, record.pattern_change, record.ntk_min <= record.pl
+        (1, 0.0, True)
     """
 
     k: int
@@ -69,6 +79,22 @@ class Monitor:
     W z + U x + b of the others: whether it is above 0, by more than 1e-12 of all of them. For ReLU that is whether the unit is
     active, z > 0 (but for OptEq, whose units are those inside, relu(W z + U x + b)). None for cells of several layers or of a
     function of your own.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import GaussianDEQ
+        >>> from opteq.models import Readout
+        >>> from opteq.theory.certificates import Monitor
+        >>> X, y = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+        >>> readout = Readout(GaussianDEQ(8, 32)).double()
+        >>> monitor, optimizer = Monitor(readout, X, y, step=0.01), torch.optim.SGD(readout.parameters(), 0.01)
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     (readout(X) - y).square().sum().div(2).backward()
+        ...     optimizer.step()
+        ...     _ = monitor()
+        >>> monitor.run.at, monitor.run.losses[-1] < monitor.run.losses[0]
+        ((0, 1, 2, 3), True)
     """
 
     def __init__(

@@ -25,7 +25,18 @@ _SAME = 1e-6  # how far apart two computations of |y^ - y| at one start may be, 
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured after `at` steps of the size `step`, or at the times `at` of a flow (step None). Begins at 0."""
+    """What was measured after `at` steps of the size `step`, or at the times `at` of a flow (step None). Begins at 0.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import GaussianDEQ
+        >>> from opteq.models import Readout
+        >>> from opteq.theory.certificates import descend
+        >>> X, y = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+        >>> run = descend(Readout(GaussianDEQ(8, 32)).double(), X, y, step=0.01, steps=20, every=10)
+        >>> run.at, run.losses[0] > run.losses[1] > run.losses[2]
+        ((0, 10, 20), True)
+    """
 
     step: float | None
     at: tuple[float, ...]
@@ -56,6 +67,14 @@ class Violation:
 
     "start": the run begins with another loss than the certificate was made at. "step": nothing else was broken, but the step size
     is not admissible, so that the theorem does not speak of the run.
+
+    Examples:
+        >>> from opteq.theory.certificates import Violation
+        >>> violation = Violation("loss", at=3, value=2.0, sense="<=", bound=1.0)
+        >>> violation.factor
+        2.0
+        >>> print(violation.explain())
+        loss <= 1 is broken at 3: 2, beyond the bound by a factor of 2.
     """
 
     quantity: str
@@ -88,6 +107,17 @@ def descend(readout: Readout, X: Tensor, y: Tensor, step: float, steps: int, *, 
     Measured before the first step, after each `every` of them, and after the last. It ends early where an equilibrium is no longer
     found or the parameters are no longer finite: the last measurement then has a loss of NaN. It also ends, with a measurement,
     where the loss is above a million times L(0) (or, where it begins near 0, a millionth of |y|^2).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import GaussianDEQ
+        >>> from opteq.models import Readout
+        >>> from opteq.theory.certificates import descend
+        >>> readout = Readout(GaussianDEQ(8, 32)).double()
+        >>> X, y = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+        >>> run = descend(readout, X, y, step=0.01, steps=100, every=100)
+        >>> run.losses[-1] < 0.1 * run.losses[0]
+        True
     """
     parameters = trainable("descend", readout)
     X, y = check_data("descend", readout, X, y)
@@ -118,7 +148,20 @@ def descend(readout: Readout, X: Tensor, y: Tensor, step: float, steps: int, *, 
 
 
 def measure_flow(flow: Flow, X: Tensor, y: Tensor) -> Run:
-    """The run of a flow that begins at the time 0, measured at each of its times."""
+    """The run of a flow that begins at the time 0, measured at each of its times.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import GaussianDEQ
+        >>> from opteq.models import Readout
+        >>> from opteq.theory import gradient_flow
+        >>> from opteq.theory.certificates import measure_flow
+        >>> X, y = torch.randn(3, 2, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+        >>> flow = gradient_flow(Readout(GaussianDEQ(2, 8)).double(), X, y, [0.0, 0.1], rtol=1e-3)
+        >>> run = measure_flow(flow, X, y)
+        >>> run.step, run.at
+        (None, (0.0, 0.1))
+    """
     start = {name: parameter.detach() for name, parameter in flow.start.named_parameters()}
     found = tuple(measure(flow.model_at(i), X, y, start) for i in range(len(flow.times)))
     return Run(None, tuple(flow.times.tolist()), found)
@@ -131,6 +174,18 @@ def check(certificate: Certificate, run: Run, *, slack: float = 1e-9) -> Violati
     `max_step` is compared with the bounds at max_step, and where it keeps them it is still reported, as not covered. A loss below
     1e-24 L(0), or below the solver's error in L(0), is taken for 0. Not a number is a violation. The certificate must hold, and be
     of the kind of the run.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.cells import ScaledReLU
+        >>> from opteq.data import unit_norm
+        >>> from opteq.models import Readout
+        >>> from opteq.theory.certificates import certified_init, certify, check, descend
+        >>> X, y = unit_norm(torch.randn(4, 8, dtype=torch.float64)), torch.randn(4, dtype=torch.float64)
+        >>> readout = certified_init(Readout(ScaledReLU(8, 32)), X, y)
+        >>> certificate = certify(readout, X, y, sharp=True)
+        >>> check(certificate, descend(readout, X, y, certificate.max_step, 10)) is None
+        True
     """
     check_instance("check", "certificate", certificate, Certificate, "a Certificate")
     check_instance("check", "run", run, Run, "a Run, as `descend`, `measure_flow` and `Monitor.run` give it")

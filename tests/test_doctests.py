@@ -1,0 +1,61 @@
+"""Every public name has an example that runs and prints what it shows, and its place on the page of the API."""
+
+import doctest
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+API = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+PARTS = "solvers gradients cells regularizers models theory theory.certificates diagnostics data training estimators"
+MODULES = ["opteq", *(f"opteq.{part}" for part in PARTS.split())]
+PUBLIC = {f"{module}.{name}": getattr(import_module(module), name) for module in MODULES for name in import_module(module).__all__}
+OBJECTS = {f"{found.__module__}.{found.__qualname__}": found for found in PUBLIC.values()}  # some have two public names
+
+
+def examples(found: Any, name: str) -> list[doctest.DocTest]:
+    """Those of an object, and of its methods."""
+    tests = doctest.DocTestFinder().find(found, name, module=inspect.getmodule(inspect.unwrap(found)), globs={})
+    return [test for test in tests if test.examples]
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A folder and a random seed of its own; what torch is set to stays."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPTEQ_DATA", raising=False)
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_the_examples_run_and_print_what_they_show(name, alone):
+    for test in examples(OBJECTS[name], name):
+        report: list[str] = []
+        torch.manual_seed(0)
+        failed, _ = doctest.DocTestRunner(verbose=False).run(test, out=report.append)
+        assert not failed, "".join(report)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_an_example(name):
+    """In its own docstring, not only in those of its methods, and with something to see in it."""
+    tests = examples(PUBLIC[name], name)
+    assert name in [test.name for test in tests], f"{name} has no example in its docstring"
+    assert any(example.want for test in tests for example in test.examples), f"the example of {name} shows nothing"
+
+
+def test_every_public_name_has_its_place_on_the_page_of_the_api():
+    """Under its module, or, where a module has the name as well (opteq.solve), under that one; and nothing else is listed there."""
+    blocks = re.findall(r"^::: ([\w.]+)\n(?:    options:\n      members: \[(.*?)\])?", API, re.MULTILINE | re.DOTALL)
+    listed = {f"{module}.{name}" for module, names in blocks for name in re.findall(r"\w+", names)}
+    assert set(PUBLIC) - listed - {"opteq.solve"} == set()
+    assert "opteq.solve.solve" in listed
+    assert [name for name in listed if name.rpartition(".")[0] in MODULES and name not in PUBLIC] == []
