@@ -12,7 +12,7 @@ from opteq.experiments._claims import verdict
 from opteq.experiments._harness import Experiment, Result, draw, load, names, rounded
 from opteq.runs import write_atomic
 
-__all__ = ["page", "write_page"]
+__all__ = ["page", "summary", "write_page"]
 
 _HEAD = """# Reproduction
 
@@ -70,6 +70,25 @@ def overview(found: Mapping[str, Result | None]) -> Iterator[str]:
         numbers = " | ".join(str(count[word] or "") for word in ("shown", "not shown", "not testable"))
         yield f"| [`{name}`](#{name}) | {result['preset']} | {numbers} |"
     yield ""
+
+
+_PAPERS = {
+    "opteq": "Optimization induced equilibrium networks",
+    "monotone": "Monotone DEQs and their tangent kernel",
+    "scaledrelu": "Scaled-ReLU implicit networks",
+    "gaussian": "Gaussian-initialised DEQs",
+}
+
+
+def summary(results: Path) -> str:
+    """A table with a row for each paper: the lines for the README."""
+    lines = ["| paper | experiments | claims shown | not shown | not testable |", "|---|---|---|---|---|"]
+    for prefix, title in _PAPERS.items():
+        found = [result for name in names() if name.startswith(prefix) and (result := read(results / f"{name}.json"))]
+        count = Counter(verdict(one) for result in found for one in result["claims"].values())
+        numbers = " | ".join(str(count[word]) for word in ("shown", "not shown", "not testable"))
+        lines.append(f"| {title} | {len(found)} | {numbers} |")
+    return "\n".join(lines)
 
 
 def section(name: str, experiment: Experiment, result: Result | None) -> Iterator[str]:

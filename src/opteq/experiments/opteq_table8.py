@@ -42,7 +42,7 @@ from opteq.experiments._harness import Options, Result, command, gather, grid, t
 from opteq.experiments._measuring import medians, one_thread, peak_bytes
 from opteq.recipes import Data, Deep, Recipe, Solve
 from opteq.training import TrainConfig, set_mode
-from opteq.training.config import Schedule
+from opteq.training.config import Optimizer, Schedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,14 +96,18 @@ class Config:
     depths: tuple[int, ...] = (5, 10, 20, 40)
     epochs: int = 200
     batch: int = 125
+    optimizer: Optimizer = "sgd"
     lr: float = 0.1
+    hold: float | None = None  # of muon: the root mean square of singular values that a kernel may have
     schedule: Schedule = "step"  # times 0.7 every 20 epochs
     repeats: int = 80  # of the timing
 
 
 PRESETS = {
-    "smoke": Config("digits", 100, None, (4, 8), 4, 1, 4, (1, 2), 1, 50, 0.05, "onecycle", 1),
-    "small": Config(limit=10_000, tests=5000, stride=8, epochs=5, lr=0.1, schedule="onecycle", repeats=9),
+    "smoke": Config("digits", 100, None, (4, 8), 4, 1, 4, (1, 2), 1, 50, "muon", 0.02, 0.6, "onecycle", 1),
+    "small": Config(
+        limit=10_000, tests=5000, stride=8, epochs=5, optimizer="muon", lr=0.02, hold=0.6, schedule="onecycle", repeats=9
+    ),
     "paper": Config(),
 }
 
@@ -123,9 +127,9 @@ def recipe(config: Config, solve: Solve, options: Options) -> Recipe:
         solve=solve,
     )  # fmt: skip
     train = TrainConfig(
-        epochs=config.epochs, batch_size=config.batch, optimizer="sgd", lr=config.lr, weight_decay=6e-4,
-        schedule=config.schedule, clip=1.0, crop=0 if config.data == "digits" else 4, flip=config.data != "digits",
-        least_converged=0.0, seed=options.seed,
+        epochs=config.epochs, batch_size=config.batch, optimizer=config.optimizer, lr=config.lr, weight_decay=6e-4,
+        hold=config.hold, schedule=config.schedule, norms="off", clip=1.0, crop=0 if config.data == "digits" else 4,
+        flip=config.data != "digits", least_converged=0.0, seed=options.seed,
     )  # fmt: skip
     return Recipe(Data(config.data, options.root, limit=config.limit, test_limit=config.tests), model, train)
 
