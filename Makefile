@@ -5,7 +5,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit coverage lint types test-browser verify stress soak bench docs clean
+.PHONY: help demo test unit coverage lint types test-browser verify stress soak bench docs package clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -48,6 +48,18 @@ bench: .venv/.bench  ## Compare with other libraries, interleaved; BENCH="--quic
 docs: .venv/.docs  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# In a folder of its own, so that what is imported is what was installed. Without extras, `opteq info` names the one that it needs.
+package: .venv/.package  ## Build the wheel and the sdist into dist/, check them, and try the wheel in an environment of its own.
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	@$(PYTHON) -m venv dist/try
+	dist/try/bin/python -m pip install -qq --no-compile -c constraints.txt dist/*.whl
+	@sed -n '/^```python/,/^```$$/{/^```$$/q;/^```/d;p}' README.md > dist/try/readme.py
+	cd dist/try && bin/python readme.py | grep CONVERGED
+	cd dist/try && bin/opteq --version && { bin/python -m opteq info || test $$? = 2; }
+	@rm -rf dist/try
+
 clean:  ## Remove .venv and everything that was built.
 	rm -rf .venv site dist .coverage .coverage.* .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
@@ -62,6 +74,6 @@ clean:  ## Remove .venv and everything that was built.
 	@tests/browser/setup.sh .venv/axe
 	@touch $@
 
-.venv/.docs .venv/.bench: .venv/.%: .venv/.installed
+.venv/.docs .venv/.bench .venv/.package: .venv/.%: .venv/.installed
 	@$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e '.[$*]'
 	@touch $@
