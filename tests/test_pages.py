@@ -1,14 +1,19 @@
 """The pages for users: every Python block runs, in order, and prints what the page shows."""
 
+import ast
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-BLOCK = re.compile(r"```(python|text)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?%?(?![\w])")
+PAGES = sorted(path.name for path in DOCS.glob("*.md") if "\n```python" in path.read_text(encoding="utf-8"))
 
 
 def agree(shown: str, printed: str) -> bool:
@@ -20,19 +25,68 @@ def agree(shown: str, printed: str) -> bool:
     return all(math.isclose(a, b, rel_tol=0.1, abs_tol=2 if a > 2 and a == int(a) else 0) for a, b in zip(*numbers, strict=True))
 
 
-@pytest.mark.parametrize("page", ["cells.md", "choose.md", "migration.md", "faq.md"])
-def test_a_page_runs_and_prints_what_it_shows(page, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def shows(shown: str, printed: str) -> bool:
+    """They agree; a line `...` stands for any lines."""
+    lines, begin = printed.splitlines(), 0
+    parts = [part.splitlines() for part in re.split(r"^\.\.\.$\n?", shown, flags=re.MULTILINE)]
+    if len(parts) == 1:
+        return agree(shown, printed)
+    for number, part in enumerate(parts):
+        places = range(begin, len(lines) - len(part) + 1) if number else [0]
+        if number == len(parts) - 1 and part:
+            places = range(len(lines) - len(part), len(lines) - len(part) + 1)
+        found = next((at for at in places if at >= begin and agree("\n".join(part), "\n".join(lines[at : at + len(part)]))), None)
+        if found is None:
+            return False
+        begin = found + len(part)
+    return True
+
+
+def outputs(page, capsys):
+    """(shown, printed) of every block of output. A block with a title is a file, which the commands of the page may run."""
     names: dict[str, object] = {}
-    printed, checked = "", 0
-    for kind, text in BLOCK.findall((DOCS / page).read_text()):
-        if kind == "python":
+    printed, files = "", set()
+    for kind, info, text in BLOCK.findall((DOCS / page).read_text(encoding="utf-8")):
+        title = re.search(r'title="([\w.]+)"', info)
+        if kind == "python" and title:
+            Path(title[1]).write_text(text, encoding="utf-8")
+            files.add(title[1])
+        elif kind == "python":
             exec(compile(text, page, "exec"), names)
             printed = capsys.readouterr().out
-        else:
-            assert agree(text, printed), f"{page} shows\n{text}\nbut this was printed:\n{printed}"
-            checked += 1
-    assert checked >= 3
+        elif kind == "text":
+            yield text, printed
+        elif kind == "console" and any(word in files for word in text.split()):
+            command, _, shown = text.removeprefix("$ ").partition("\n")
+            yield shown, run(command)
+
+
+def run(command: str) -> str:
+    """What `python FILE` or `torchrun OPTIONS FILE` prints."""
+    program, *rest = command.split()
+    prefix = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, *prefix, *rest], env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs_and_prints_what_it_shows(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for shown, printed in outputs(page, capsys):
+        assert shows(shown, printed), f"{page} shows\n{shown}\nbut this was printed:\n{printed}"
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_blocks_say_what_they_are(page):
+    """`py` is the code of other libraries, which need not be installed; it has to be Python all the same."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text))
+    for kind, _, block in BLOCK.findall(text):
+        assert kind in {"python", "text", "console"} or (kind == "py" and page == "migration.md")
+        if kind == "py":
+            ast.parse(block)
 
 
 def test_outputs_agree_up_to_rounding_only():
@@ -41,3 +95,32 @@ def test_outputs_agree_up_to_rounding_only():
     assert not agree("Anderson 1 CONVERGED", "Anderson 2 CONVERGED")
     assert not agree("Anderson 47 CONVERGED", "Anderson 47 MAX_STEPS")
     assert not agree("error 1e-06", "error 1e-03")
+
+
+def test_dots_stand_for_lines():
+    printed = "a 1\nb\nc\nd 4\n"
+    assert shows("a 1\n...\nd 4\n", printed)
+    assert shows("a 1\n...\nc\n...\n", printed)
+    assert shows("a 1\nb\nc\nd 4\n", printed)
+    assert not shows("a 1\nd 4\n", printed)
+    assert not shows("b\n...\n", printed)
+    assert not shows("a 1\n...\nc\n", printed)
+    assert not shows("a 1\n...\nd 4\n...\nb\n", printed)
+
+
+def test_formulas_become_mathml():
+    pytest.importorskip("latex2mathml", reason="the documentation's tools are installed by `make docs`")
+    from types import SimpleNamespace
+
+    hook: dict[str, object] = {}
+    exec(compile((DOCS / "hooks/mathml.py").read_text(encoding="utf-8"), "mathml.py", "exec"), hook)
+    page = SimpleNamespace(file=SimpleNamespace(src_path="page.md"))
+    content = r'<p>of <span class="arithmatex">\(z &lt; 1\)</span></p><div class="arithmatex">\[f(z)\]</div><pre>\(z\)</pre>'
+    found = hook["on_page_content"](content, page=page)
+    assert found.startswith('<p>of <span class="formula"><math')
+    assert found.endswith(r"</math></div><pre>\(z\)</pre>")
+    assert 'display="inline"' in found
+    assert 'display="block"' in found
+    for unknown in (r"\arg z", r"\begin{aligned} a &amp;= b \end{aligned}"):
+        with pytest.raises(ValueError, match=r"page\.md"):
+            hook["on_page_content"](rf'<span class="arithmatex">\({unknown}\)</span>', page=page)
