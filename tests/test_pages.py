@@ -4,9 +4,11 @@ import ast
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,19 +110,39 @@ def test_dots_stand_for_lines():
     assert not shows("a 1\n...\nd 4\n...\nb\n", printed)
 
 
+def hook(name):
+    """What MkDocs calls with the HTML of a page."""
+    names: dict[str, object] = {}
+    exec(compile((DOCS / "hooks" / name).read_text(encoding="utf-8"), name, "exec"), names)
+    return names["on_page_content"]
+
+
+def test_escaped_pipes_in_tables_are_pipes():
+    content = r"<td><code>\|z\|</code> \|</td><th align='left'><code>a\|b</code></th><p><code>\|</code></p>"
+    wanted = r"<td><code>|z|</code> \|</td><th align='left'><code>a|b</code></th><p><code>\|</code></p>"
+    assert hook("pipes.py")(content) == wanted
+
+
 def test_formulas_become_mathml():
     pytest.importorskip("latex2mathml", reason="the documentation's tools are installed by `make docs`")
-    from types import SimpleNamespace
-
-    hook: dict[str, object] = {}
-    exec(compile((DOCS / "hooks/mathml.py").read_text(encoding="utf-8"), "mathml.py", "exec"), hook)
+    convert = hook("mathml.py")
     page = SimpleNamespace(file=SimpleNamespace(src_path="page.md"))
     content = r'<p>of <span class="arithmatex">\(z &lt; 1\)</span></p><div class="arithmatex">\[f(z)\]</div><pre>\(z\)</pre>'
-    found = hook["on_page_content"](content, page=page)
+    found = convert(content, page=page)
     assert found.startswith('<p>of <span class="formula"><math')
     assert found.endswith(r"</math></div><pre>\(z\)</pre>")
     assert 'display="inline"' in found
     assert 'display="block"' in found
+    bars = convert(r'<span class="arithmatex">\(\lvert z\rvert\)</span>', page=page)
+    assert bars.count('lspace="0"') == 2
     for unknown in (r"\arg z", r"\begin{aligned} a &amp;= b \end{aligned}"):
         with pytest.raises(ValueError, match=r"page\.md"):
-            hook["on_page_content"](rf'<span class="arithmatex">\({unknown}\)</span>', page=page)
+            convert(rf'<span class="arithmatex">\({unknown}\)</span>', page=page)
+
+
+def test_the_figures_of_the_concepts_can_be_drawn_again(tmp_path):
+    runpy.run_path(str(DOCS / "figures/make_concepts.py"))["main"](tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in DOCS.glob("figures/concept_*.svg")}
+    for path in tmp_path.iterdir():
+        assert "prefers-color-scheme:dark" in path.read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
+BARS = re.compile('<mo(?: stretchy="false")?>(&#x0007C;|&#x02016;)</mo>')  # |z| and ||z||, which are not meant as relations
 MARKED = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -14,7 +15,7 @@ def mathml(latex: str, *, block: bool = False) -> str:
     found = convert(latex, display="block" if block else "inline")
     if "\\" in found or "<mi>&</mi>" in found:
         raise ValueError(f"This formula cannot be written as MathML: {latex}")
-    return found
+    return BARS.sub(r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>', found)
 
 
 def on_page_content(content: str, *, page: Any, **_: Any) -> str:
