@@ -33,11 +33,82 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatc
     assert len(blocks) >= 3
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_examples_run(path, capsys, monkeypatch, tmp_path):
+def test_the_demonstration_runs(capsys, monkeypatch, tmp_path):
+    path = ROOT / "examples" / "demo.py"
     monkeypatch.setattr(sys, "argv", [str(path), "--quick", "--folder", str(tmp_path / "run")])
     runpy.run_path(str(path), run_name="__main__")
     assert "CERTIFIED" in capsys.readouterr().out
+
+
+# What `main` of each example returns, and what of it must be true; chance gives an accuracy of 0.1 on the ten digits.
+EXAMPLES = {
+    "certificate": lambda r: not r["before"] and r["certified"] and r["kept"] and r["caught"] and r["loss"] < r["promised"] < 1,
+    "classification": lambda r: r["accuracy"] > 0.7 and r["converged"] == 1 and r["moved"] < 1e-4 and r["same"] > 0.99,
+    "custom_cell": lambda r: r["gradients"] and r["at the equilibrium"] == 1 and r["after 4 steps"] == 0.5,
+    "distributed": lambda r: r["accuracy"] > 0.5,
+    "inverse_problem": lambda r: r["error"] < 0.03 < 0.2 < r["before"] and 0.5 < r["misfit"] < 1.5 and r["gradient"] < 1e-4,
+    "segmentation": lambda r: r["miou"] > 0.6 and r["converged"] == 1,
+    "sklearn_pipeline": lambda r: r["score"] > 0.8 and r["same"] == 1,
+    "tangent_kernel": lambda r: 2 * r["wide"] < r["narrow"] < 0.3 and r["new"] < 0.1,
+}
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_ends_as_it_says(name, capsys):
+    path = ROOT / "examples" / f"{name}.py"
+    found = runpy.run_path(str(path))["main"](["--quick"])
+    assert EXAMPLES[name](found), found
+    assert len(capsys.readouterr().out.splitlines()) > 1
+
+
+def test_every_example_is_run_and_listed():
+    page, folder = (ROOT / "examples" / "README.md").read_text(), ROOT / "examples"
+    assert {path.stem for path in folder.glob("*.py")} == {"demo", *EXAMPLES}
+    for path in (*folder.glob("*.py"), *NOTEBOOKS):
+        assert f"[{path.name}]({path.name})" in page
+
+
+def test_two_processes_train_as_one():
+    """The example under torchrun; a line of the first process says how far its weights are from those of one process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = ROOT / "examples" / "distributed.py"
+    found = subprocess.run([*command, str(path), "--quick"], capture_output=True, text=True, check=False, timeout=600)
+    assert found.returncode == 0, found.stderr
+    assert "2 processes" in found.stdout
+    (difference,) = re.findall(r"differ by (\S+) of themselves", found.stdout)
+    assert float(difference) < 1e-6
+
+
+def code_cells(path: Path) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_runs(path, monkeypatch):
+    """Its cells one after the other, without a kernel: they use no commands of IPython. They end with assertions."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    names = {"__name__": "__main__"}
+    cells = code_cells(path)
+    for place, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"{path.name}, code cell {place + 1}", "exec"), names)
+    assert "assert " in "".join(cells[-1]["source"])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_holds_its_outputs(path):
+    cells = code_cells(path)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    assert path.stat().st_size < 300_000
+
+
+def test_there_are_four_notebooks():
+    assert len(NOTEBOOKS) == 4
 
 
 @pytest.mark.filterwarnings("ignore")  # other libraries warn when they are imported
