@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opteq.activations import Activation
 from opteq.batch import norm
+from opteq.products import affine, product
 from opteq.solve import Jacobian, Map, State, per_sample
 
 __all__ = ["ConvexMap", "DualForm", "DualMap", "DualState", "raised"]
@@ -25,12 +26,12 @@ class DualMap(Map):
     u: Tensor = per_sample()  # [batch, hidden]
 
     def __call__(self, s: Tensor) -> Tensor:
-        return self.sigma(torch.addmm(self.u, s, self.G))
+        return self.sigma(affine(self.u, s, self.G))
 
     def linearize(self, z: Tensor) -> Jacobian:
         """J = D G, D = diag(sigma'(G s + u))."""
-        slope = self.sigma.derivative(torch.addmm(self.u, z, self.G))
-        return Jacobian(jvp=lambda v: slope * (v @ self.G), vjp=lambda v: (slope * v) @ self.G)
+        slope = self.sigma.derivative(affine(self.u, z, self.G))
+        return Jacobian(jvp=lambda v: slope * product(v, self.G), vjp=lambda v: product(slope * v, self.G))
 
 
 class ConvexMap(Map):
@@ -105,13 +106,13 @@ class DualForm(Map):
         """s and the size of the residual at z0."""
         if not z0.any():  # so that W z0 needs no product
             s = self.dual.sigma(self.dual.u)
-            Gs = s @ self.dual.G
+            Gs = product(s, self.dual.G)
             scale = self.scale(s, Gs) * self.base.alpha
             return DualStart(self.dual.u, s, Gs, scale, scale, 1)
         a = self.base.hidden(z0)
         s = self.dual.sigma(a)
         step = self.base.alpha * (self.base.lift(s) - z0)
-        return DualStart(a, s, s @ self.dual.G, norm(step), norm(z0 + step), 2)
+        return DualStart(a, s, product(s, self.dual.G), norm(step), norm(z0 + step), 2)
 
 
 class DualStart(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 from opteq.batch import at_least_single, combine, dot, dots, lined, norm, per_sample_like, unlined
 from opteq.checks import check_integer, check_number
 from opteq.convex import ConvexMap, raised
+from opteq.products import product
 from opteq.solve import Jacobian, Map, Solver, State, per_sample
 
 __all__ = ["CG", "GMRES", "DualCG", "LinearizedMap", "Neumann", "linear_solver"]
@@ -249,7 +250,7 @@ class DualCG(CG):
         assert isinstance(fn, LinearDual)
         assert isinstance(state, DualCGState)
         x, r, p, rr = state.x, state.r, state.p, state.rr
-        q = ((p * fn.root) @ fn.G).mul_(fn.root).neg_().add_(p)
+        q = product(p * fn.root, fn.G).mul_(fn.root).neg_().add_(p)
         ratio = _ratio(rr, dot(p, q))
         length = ratio[:, None]
         x.addcmul_(length, p)

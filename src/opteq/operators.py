@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq.checks import is_transformed
+from opteq.products import product
 from opteq.tree import Tree
 
 __all__ = [
@@ -86,10 +87,10 @@ class Dense(Operator):
     W: Tensor  # [hidden, features]
 
     def __call__(self, z: Tensor) -> Tensor:
-        return torch.nn.functional.linear(z, self.W)
+        return product(z, self.W.T) if z.ndim == 2 else torch.nn.functional.linear(z, self.W)
 
     def adjoint(self, s: Tensor) -> Tensor:
-        return s @ self.W
+        return product(s, self.W)
 
     def resolvent(self, step: float, shape: Sequence[int]) -> "Dense":
         """The inverse as a matrix: one product is then as cheap as one with W."""

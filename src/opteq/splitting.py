@@ -10,6 +10,7 @@ from torch import Tensor
 from opteq.activations import Activation
 from opteq.batch import norm, per_sample_like
 from opteq.operators import Dense, Factors, Operator
+from opteq.products import affine
 from opteq.solve import Jacobian, Map, per_sample
 from opteq.tree import Tree
 
@@ -28,7 +29,7 @@ class ActivationMap(Map):
     def hidden(self, z: Tensor) -> Tensor:
         """W z + u."""
         if isinstance(self.W, Dense):
-            return torch.addmm(self.u, z, self.W.W.T)
+            return affine(self.u, z, self.W.W.T)
         return self.W(z) + self.u
 
     def __call__(self, z: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from opteq.batch import dot, norm, per_sample_like
 from opteq.checks import check_number
 from opteq.convex import DualForm, DualState
+from opteq.products import product
 from opteq.solve import Map, ResidualState, Solver, State, first_value, residual_at
 
 
@@ -84,7 +85,7 @@ class Accelerated(Solver):
 
     def _dual_step(self, fn: DualForm, state: DualAcceleratedState) -> DualAcceleratedState:
         y, t = self._extrapolate(state.s, state.before, state.s - state.y, state.t, state.r_size > state.worst)
-        Gy = y @ fn.dual.G
+        Gy = product(y, fn.dual.G)
         s = fn.dual.sigma(Gy + fn.dual.u)
         r = s - y
         size, scale, worst = fn.size(r), fn.scale(y, Gy), torch.minimum(state.worst, state.r_size)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opteq.batch import dot, norm
 from opteq.convex import DualForm, DualState
+from opteq.products import product
 
 _RISE = 2.0  # a Newton step may leave this multiple of the best residual: on hard problems it first rises
 _CUTS = 8  # trials of a shorter step
@@ -83,7 +84,7 @@ class _Trial(NamedTuple):
 
 def _evaluate(fn: DualForm, a: Tensor) -> _Trial:
     p = fn.dual.sigma(a)
-    Gp = p @ fn.dual.G
+    Gp = product(p, fn.dual.G)
     gap, scale = (Gp + fn.dual.u).sub_(a), fn.scale(p, Gp)
     del Gp  # makes room for what follows
     return _Trial(a, gap, fn.size(fn.dual.sigma(a + gap) - p), scale)
@@ -140,7 +141,7 @@ def _newton_step(fn: DualForm, state: DualNewtonState, active: Tensor, forcing: 
             p = p[kept]
             rr, live, rows, found = rr[kept], live[kept], rows[kept], torch.zeros_like(r)
         q = root * p
-        Gq = q @ G
+        Gq = product(q, G)
         products += 1
         curvature = dot(p, p) - q.mul_(Gq).sum(1)
         del q
