@@ -4,7 +4,7 @@ A network y = a'z, z = relu(gamma z A + relu(x W)), learns to tell threes from e
 convergence theorem fail at its weights; `certified_init` finds weights for which all hold; gradient descent then keeps the
 promised rate at every step, and a run with a step that is too large is caught.
 
-    python examples/certificate.py            # TIME on 2 cores
+    python examples/certificate.py            # about 5 s on one core
     python examples/certificate.py --quick
 """
 

@@ -3,7 +3,7 @@
 The features are the solution z of z = f(z, x), f two convolutional OptEq layers. Their norms are constrained, so that there is
 exactly one solution: solves from random starts end at the same z, and give the same answers.
 
-    python examples/classification.py            # TIME on 2 cores
+    python examples/classification.py            # about 11 s on one core
     python examples/classification.py --quick
 """
 

@@ -9,7 +9,7 @@ fourth of the grid points, with an error of 0.1%. The steady state is the equili
 preconditioner, so that `Equilibrium` solves for u, and gives the exact gradient of the misfit in log k by the implicit function
 theorem: one linear solve, whatever the number of unknowns. L-BFGS does the rest.
 
-    python examples/inverse_problem.py            # TIME on 2 cores
+    python examples/inverse_problem.py            # about 6 s on one core
     python examples/inverse_problem.py --quick
 """
 

@@ -4,7 +4,7 @@ The network is an OptEq segmenter: a few convolutions, an equilibrium of three c
 classes are background, disc and cross. Inside, a disc and a cross look the same: it takes the shape to tell them apart. The score
 is the mean over the classes of intersection over union (mIoU), on new pictures.
 
-    python examples/segmentation.py            # TIME on 2 cores
+    python examples/segmentation.py            # about 15 s on one core
     python examples/segmentation.py --quick
 """
 

@@ -5,7 +5,7 @@ r on the samples becomes (I - step K)^k r after k steps. The wider the network, 
 z = relu(W z + U x), of growing width learn to tell threes from eights, each beside its own prediction; what the
 widest will answer to digits that it has not seen is predicted too.
 
-    python examples/tangent_kernel.py            # TIME on 2 cores
+    python examples/tangent_kernel.py            # about 13 s on one core
     python examples/tangent_kernel.py --quick
 """
 
