@@ -12,6 +12,7 @@ Two processes pay on two GPUs, or two machines; on two cores they have half of t
 """
 
 import argparse
+import gc
 import os
 from collections.abc import Sequence
 
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         try:
             model, result = train(quick)
         finally:
+            gc.collect()  # what still holds the group would end this process by an abort, now and then
             distributed.destroy_process_group()
     else:
         model, result = train(quick)

@@ -1,5 +1,6 @@
 """One training on several processes, as torchrun starts them."""
 
+import gc
 import os
 import signal
 import threading
@@ -29,6 +30,7 @@ def process_group(device: str | None) -> Iterator[World]:
         try:
             yield World.here(place)
         finally:
+            gc.collect()  # what still holds the group would end this process by an abort, now and then
             distributed.destroy_process_group()
 
 
