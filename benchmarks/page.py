@@ -92,7 +92,8 @@ def provenance(data: Data) -> str:
     machine = data["machine"]
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     where = f"{machine['cores']} cores ({machine['processor']}), {machine['system']}, Python {machine['python']}"
-    return f"Measured {when} with opteq {data['opteq']} and torch {machine['torch']} on {where}."
+    note = f" {data['note']}" if "note" in data else ""
+    return f"Measured {when} with opteq {data['opteq']} and torch {machine['torch']} on {where}.{note}"
 
 
 def goal_lines(data: Data) -> Iterator[str]:

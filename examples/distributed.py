@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         try:
             model, result = train(quick)
         finally:
-            gc.collect()  # what still holds the group would end this process by an abort, now and then
+            gc.collect()  # without it gloo aborts at the end of some runs, also without opteq; why is not known
             distributed.destroy_process_group()
     else:
         model, result = train(quick)

@@ -23,16 +23,6 @@ def test_the_readme_runs(block, capsys):
     assert "CONVERGED" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["problem.md", "training.md", "fit.md", "diagnostics.md", "data.md"])
-def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
-    names = {}
-    for block in blocks:
-        exec(compile(block, page, "exec"), names)
-    assert len(blocks) >= 3
-
-
 def test_the_demonstration_runs(capsys, monkeypatch, tmp_path):
     path = ROOT / "examples" / "demo.py"
     monkeypatch.setattr(sys, "argv", [str(path), "--quick", "--folder", str(tmp_path / "run")])

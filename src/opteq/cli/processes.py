@@ -30,7 +30,7 @@ def process_group(device: str | None) -> Iterator[World]:
         try:
             yield World.here(place)
         finally:
-            gc.collect()  # what still holds the group would end this process by an abort, now and then
+            gc.collect()  # without it gloo aborts at the end of some runs, also without opteq; why is not known
             distributed.destroy_process_group()
 
 

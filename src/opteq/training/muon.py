@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-QUINTIC = (3.4445, -4.7750, 2.0315)  # takes all singular values in (0, 1] to about [0.7, 1.2] within five steps
+QUINTIC = (3.4445, -4.7750, 2.0315)  # five steps take singular values from 0.01 to 1 into [0.6, 1.3]
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -31,8 +31,8 @@ class Muon(torch.optim.Optimizer):
 
     `matrices`: matrices, and kernels [out, in, k, k], which count as matrices [out, in k k]. `others`: what is not to be made
     orthogonal, such as biases, norms and the last layer; sgd with Nesterov's momentum moves them, by the same lr.
-    `hold`: the largest root mean square of the singular values of a matrix after a step; it is scaled down to that. The steps make
-    all directions grow alike, so that this bounds the norm, too: to `hold` times 1 to 2 in practice, for kernels times up to k.
+    `hold`: the largest root mean square of the singular values of a matrix after a step; it is scaled down to that. The norm itself
+    may be several times as large: the kernels of the experiment `opteq_cifar10`, held at 0.6, end at 2.4 to 5.4 as convolutions.
     PyTorch's own has no kernels and computes in bfloat16. Jordan et al. (2024), "Muon: an optimizer for hidden layers".
     """
 
