@@ -1,13 +1,17 @@
-"""Products inside of solvers: the same as PyTorch's, and PyTorch's own wherever a derivative or a transform is about."""
+"""Products and their derivatives: the same as PyTorch's, and PyTorch's own wherever a transform is about."""
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 from opteq import products
-from opteq.products import affine, product
+from opteq.products import affine, inverse, linear, product
 
 BIG = (64, 256, 256)  # above the size from which oneDNN is asked
+
+
+class Subclass(torch.Tensor):
+    """Some library's tensors, which may do anything."""
 
 
 @pytest.fixture
@@ -47,29 +51,68 @@ def test_a_sample_with_nan_leaves_the_others_alone(asked):
     assert all(asked)
 
 
-@pytest.mark.parametrize("case", ["small", "double", "strided", "disabled", "autocast", "grad", "batches"])
+@pytest.mark.parametrize("case", ["small", "double", "strided", "disabled", "autocast", "subclass", "batches"])
 def test_pytorch_is_asked_in_all_other_cases(asked, case, monkeypatch):
     a, B, _ = operands((8, 16, 16) if case == "small" else BIG, torch.float64 if case == "double" else torch.float32)
     if case == "strided":
-        a = a.T.contiguous().T
+        a = torch.stack([a, a], 2)[..., 0]
+    if case == "subclass":
+        a = a.as_subclass(Subclass)
     if case == "batches":
         a = a[None]
-    if case == "grad":
-        B.requires_grad_()
     if case == "disabled":
         monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)
     if case == "autocast":
         with torch.autocast("cpu", dtype=torch.float16):
             assert not products._quick(a, B)
         return
-    out = product(a, B)
+    product(a, B)
     assert not any(asked)
-    if case == "grad":
-        out.sum().backward()
-        torch.testing.assert_close(B.grad, a.sum(0)[:, None].expand(-1, B.shape[1]))
-        with torch.no_grad():
-            product(a, B)
-        assert asked[-1]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_derivatives_of_first_and_second_order_are_products_too(asked, transposed):
+    torch.manual_seed(0)
+    a, W, u = operands()
+    W = W.T.contiguous() if transposed else W
+    leaves = [tensor.requires_grad_() for tensor in (a, W, u)]
+
+    def second(a, W, u):
+        """The gradient of |gradient|^2 of a cubic, by way of both functions."""
+        B = W.T if transposed else W
+        out = affine(u, a, B) + linear(a, B.T, u[0]) + product(a, B)
+        first = torch.autograd.grad((out**3).mean(), (a, W, u), create_graph=True)
+        return first + torch.autograd.grad(sum((g**2).sum() for g in first), (a, W, u))
+
+    found, wanted = second(*leaves), second(*(leaf.detach().double().requires_grad_() for leaf in leaves))
+    assert asked.count(True) >= 9
+    for ours, exact in zip(found, wanted, strict=True):
+        assert (ours - exact).norm() < 1e-5 * exact.norm()
+
+
+def test_gradients_have_the_layout_of_their_parameters(asked):
+    a, B, _ = operands()
+    W, V = B.T.contiguous().requires_grad_(), B.clone().requires_grad_()
+    (linear(a, W) + product(a, V)).sum().backward()
+    assert W.grad.is_contiguous()
+    assert V.grad.is_contiguous()
+    torch.testing.assert_close(V.grad, W.grad.T)
+
+
+def test_a_backward_pass_computes_what_it_is_asked_for_only(asked, monkeypatch):
+    a, B, _ = operands()
+    a.requires_grad_()
+    B.requires_grad_()
+    out, made = product(a, B), []
+    outer = products._outer
+    monkeypatch.setattr(products, "_outer", lambda *tensors: made.append(1) or outer(*tensors))
+    (only,) = torch.autograd.grad(out, a, torch.ones_like(out), retain_graph=True)
+    assert not made
+    torch.testing.assert_close(only, torch.ones_like(out) @ B.T)
+    del asked[:]
+    torch.autograd.grad(out, B, torch.ones_like(out))
+    assert made == [1]
+    assert asked == [True]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own forward mode
@@ -84,3 +127,16 @@ def test_transforms_and_forward_mode_see_pytorch_s_products(asked):
     _, pull = torch.func.vjp(lambda a: product(a, B), a)
     torch.testing.assert_close(pull(torch.ones(64, 256))[0], torch.ones(64, 256) @ B.T)
     assert not any(asked)
+
+
+@pytest.mark.parametrize("side", [100, 257, 600])
+@pytest.mark.parametrize("skew", [0.1, 10.0])
+def test_inverses_of_monotone_matrices_need_no_pivots(asked, side, skew):
+    torch.manual_seed(0)
+    S, B = torch.randn(2, side, side) / side**0.5
+    A = torch.eye(side) + S.T @ S + skew * (B - B.T)
+    exact, given = torch.linalg.inv(A.double()), A.clone()
+    error = (inverse(A) - exact).norm() / exact.norm()
+    assert error < 10 * (torch.linalg.inv(A) - exact).norm() / exact.norm()
+    assert torch.equal(A, given)
+    assert any(asked) == (side > 128)

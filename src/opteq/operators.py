@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq.checks import is_transformed
-from opteq.products import product
+from opteq.products import inverse, product
 from opteq.tree import Tree
 
 __all__ = [
@@ -93,9 +93,10 @@ class Dense(Operator):
         return product(s, self.W)
 
     def resolvent(self, step: float, shape: Sequence[int]) -> "Dense":
-        """The inverse as a matrix: one product is then as cheap as one with W."""
+        """The inverse as a matrix, for I - W >= 0: one product is then as cheap as one with W."""
         identity = torch.eye(len(self.W), dtype=self.W.dtype, device=self.W.device)
-        return Dense(torch.linalg.inv(identity + step * (identity - self.W)))  # I - W first: W may be close to I, and step large
+        A = identity + step * (identity - self.W)  # I - W first: W may be close to I, and step large
+        return Dense(inverse(A))
 
     def has_resolvent(self) -> bool:
         return True

@@ -4,12 +4,12 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from opteq.activations import find_activation
 from opteq.checks import check_integer, check_number, check_shape
 from opteq.equilibrium import Cell
 from opteq.operators import Dense
+from opteq.products import linear
 from opteq.splitting import ActivationMap
 
 

@@ -6,12 +6,12 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from opteq.activations import Activation, find_activation
 from opteq.checks import check_instance, check_integer, check_number, check_shape, invalid
 from opteq.equilibrium import Cell
 from opteq.operators import Conv, Dense, MonotoneOperator, Padding
+from opteq.products import linear, product
 from opteq.splitting import SplitMap
 
 MonotoneInit = Literal["linear", "normal"]
@@ -109,7 +109,7 @@ class Monotone(MonotoneCell):
         """W = (1 - m) I - A'A + B - B', in the precision of the parameters: rounding to less could make I - W indefinite."""
         with torch.autocast(self.A.device.type, enabled=False):
             identity = torch.eye(self.width, dtype=self.A.dtype, device=self.A.device)
-            return (1 - self.m) * identity - self.A.T @ self.A + self.B - self.B.T
+            return (1 - self.m) * identity - product(self.A.T, self.A) + self.B - self.B.T
 
     def injection(self, x: Tensor) -> Tensor:
         """U x + b, in the promoted dtype."""

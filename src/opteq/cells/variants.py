@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, parametrize
 
 from opteq.batch import at_least_single
@@ -13,6 +12,7 @@ from opteq.cells.optimization import OptEq, OptEqMap, blend
 from opteq.checks import check_instance, invalid
 from opteq.equilibrium import Cell
 from opteq.operators import Dense
+from opteq.products import linear
 from opteq.solve import Jacobian, Map, per_sample
 
 
