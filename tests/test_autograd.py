@@ -460,7 +460,8 @@ def test_record_collects_forward_and_backward_solves_with_their_traces():
         assert solution.trace is not None
         for sample in range(problem.x.shape[0]):
             seen = solution.trace.of(sample)
-            assert seen[-1] == solution.residual[sample]
+            rounding = 1e-15 if solution is backward else 0.0  # measured by the pass that gives the gradients
+            assert float(seen[-1]) == pytest.approx(float(solution.residual[sample]), rel=0, abs=rounding)
     assert torch.equal(forward.z, z.detach())
     assert all(len(forward.trace.of(i)) == forward.steps[i] + 1 for i in range(problem.x.shape[0]))
 

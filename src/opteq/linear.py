@@ -58,7 +58,7 @@ class LinearizedMap(Map):
         return replace(super().select(rows), known=None)
 
     def to(self, dtype: torch.dtype) -> Self:
-        return replace(super().to(dtype), known=None)
+        return replace(self, base=self.base.to(dtype), z=self.z.to(dtype), g=self.g.to(dtype), known=None)
 
     def product(self, v: Tensor) -> Tensor:
         """M v."""
@@ -138,6 +138,8 @@ class CG(Solver):
     Hestenes and Stiefel (1952). Where I - M turns out not to be positive definite, a sample stops moving and does not converge;
     GMRES does not need that.
     """
+
+    estimates: ClassVar[bool] = True
 
     def init(self, fn: Map, z0: Tensor) -> CGState:
         r, evals = _start(_linear(self, fn), z0)
@@ -278,6 +280,8 @@ class NeumannState(State):
 class Neumann(Solver):
     """v = g + M g + M^2 g + ...: converges when the spectral radius of M is below 1; one product a step, two vectors."""
 
+    estimates: ClassVar[bool] = True
+
     def init(self, fn: Map, z0: Tensor) -> NeumannState:
         r, evals = _start(_linear(self, fn), z0)
         return NeumannState(z0, evals, r)
@@ -345,6 +349,7 @@ class GMRES(Solver):
     twice where once does not do.
     """
 
+    estimates: ClassVar[bool] = True
     restart: int = 30
     brisk: float = 0.4
 

@@ -293,6 +293,7 @@ class Solver(ABC):
     """
 
     differentiable: ClassVar[bool] = False  # whether autograd can follow its steps
+    estimates: ClassVar[bool] = False  # its states are not exact, so that f is evaluated once more at their candidates
     selective: ClassVar[bool] = False  # seeks one of several fixed points: takes every step, whatever the residual
 
     def prepare(self, fn: Map) -> Map:
@@ -477,15 +478,28 @@ def solve(
     if not callable(fn):
         raise TypeError(invalid("solve", "fn", "a Map or a callable", fn))
     map_ = fn if isinstance(fn, Map) else CallableMap(fn)
+    return solve_map(map_, z0, solver, stop, Trace(z=() if iterates else None) if record or iterates else None)
+
+
+def solve_map(
+    fn: Map, z0: Tensor, solver: Solver, stop: Stop, trace: Trace | None = None, *, aim: float = 1.0, verified: bool = True
+) -> Solution:
+    """`solve` for those who have checked what they pass.
+
+    `aim`: go on to this part of the tolerance while the residual falls; what meets the tolerance itself has converged all the same.
+    `verified`: False believes the estimates of a solver, for callers that measure the residual themselves.
+    """
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), torch.autocast(z0.device.type, enabled=False):
-        trace = Trace(z=() if iterates else None) if record or iterates else None
-        return _Loop(map_.detach(), z0.detach(), solver, stop, trace).run()
+        return _Loop(fn.detach(), z0.detach(), solver, stop, trace, aim, verified).run()
+
+
+_FALLS = 0.9  # the part of a residual that a step may leave to be worth taking where the tolerance is met already
 
 
 class _Loop:
     """The loop. Arrays named in the singular hold one entry for each row still worked on; `rows` tells which samples those are."""
 
-    def __init__(self, fn: Map, z0: Tensor, solver: Solver, stop: Stop, trace: Trace | None) -> None:
+    def __init__(self, fn: Map, z0: Tensor, solver: Solver, stop: Stop, trace: Trace | None, aim: float, verified: bool) -> None:
         samples, self.eps = z0.shape[0], torch.finfo(z0.dtype).eps
         device = z0.device
         fn = solver.prepare(fn) if samples else fn
@@ -503,6 +517,8 @@ class _Loop:
         self.rows = torch.arange(samples, device=device)
         self.live = torch.ones(samples, dtype=torch.bool, device=device)
         self.peak = torch.zeros_like(self.start)  # the largest |f(z) - z| seen
+        self.before = torch.full_like(self.start, math.inf)  # |f(z) - z| one step before
+        self.aim, self.verified = aim, verified
         self.evals = 0  # evaluations made here, beside the solver's own
         self.trace = trace
         self.far = max(
@@ -544,16 +560,19 @@ class _Loop:
         known = torch.ones_like(self.live)
         z = state.z
         if not state.exact:  # estimates drive, truth decides
-            known = self.live & (self.meets(size, scale) | (scale > self.too_far * self.start) | last)
+            known = self.live & (self.enough(size, scale) | (scale > self.too_far * self.start) | last)
             if self.fn.coupled and not known[self.live].all():
                 known = torch.zeros_like(known)
-            if known.any():
+            if known.any() and self.verified:
                 state, z, size, scale = self.verify(state, known, size, scale)
+            elif known.any():
+                z = state.candidate(self.fn)
         finite = size.isfinite() & scale.isfinite()
         self.peak = torch.where(finite, torch.maximum(self.peak, size), self.peak)
         risen = size > 0.5 * self.peak
         growth = torch.where(self.start > 0, scale / self.start, torch.zeros_like(scale))
-        good = self.live & known & finite & self.meets(size, scale)
+        good = self.live & known & finite & (self.meets(size, scale) if last else self.enough(size, scale))
+        self.before = size
         if (good & risen).any():
             good &= ~risen | (self.meets(size, self.start) & self.turns(state, z, size, scale))
         runaway = good & (growth > 0.01 * self.too_far)  # there, a residual as large as the start is lost in rounding
@@ -580,14 +599,14 @@ class _Loop:
         if self.trace is not None or self.solver.selective or self.fn.coupled:
             return False
         far = self.far if state.exact else self.too_far
-        calm = (size > self.stop.atol + self.stop.rtol * scale) & (size < math.inf) & (scale <= far * self.start)
+        calm = ~self.enough(size, scale) & (size < math.inf) & (scale <= far * self.start)
         residual = None
         if state.exact:
             residual = size / scale
             calm &= ~(residual >= self.residual[self.rows])
         if not bool((calm | ~self.live).all()):
             return False
-        self.peak = torch.maximum(self.peak, size)
+        self.peak, self.before = torch.maximum(self.peak, size), size
         if residual is not None:
             self.latest = state.z
             self.residual[self.rows[self.live]] = residual[self.live]
@@ -595,6 +614,13 @@ class _Loop:
 
     def meets(self, size: Tensor, scale: Tensor) -> Tensor:
         return size <= self.stop.atol + self.stop.rtol * scale
+
+    def enough(self, size: Tensor, scale: Tensor) -> Tensor:
+        """Which samples meet the tolerance, and as much less of it as is aimed at or can be had: NaN is never enough."""
+        limit = self.stop.atol + self.stop.rtol * scale
+        if self.aim == 1:
+            return size <= limit
+        return (size <= self.aim * limit) | ((size <= limit) & (size > _FALLS * self.before))
 
     def verify(self, state: State, wanted: Tensor, size: Tensor, scale: Tensor) -> tuple[State, Tensor, Tensor, Tensor]:
         """Evaluate f at the iterates of the wanted rows, and put the truth in place of the estimate."""
@@ -681,7 +707,8 @@ class _Loop:
         rows = self.live.nonzero()[:, 0]
         self.fn = self.fn.select(rows)  # one after the other: the old one is freed before the next is made
         state = state.select(rows)
-        self.rows, self.live, self.start, self.peak = self.rows[rows], self.live[rows], self.start[rows], self.peak[rows]
+        self.rows, self.live = self.rows[rows], self.live[rows]
+        self.start, self.peak, self.before = self.start[rows], self.peak[rows], self.before[rows]
         return state
 
     def solution(self, evals: int) -> Solution:

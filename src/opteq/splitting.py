@@ -1,7 +1,7 @@
 """Maps z -> sigma(W z + u), and those among them that are monotone inclusions, which splitting methods solve."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import torch
@@ -73,6 +73,10 @@ class SplitMap(ActivationMap):
 
     m: float = field(kw_only=True)
     factors: Factors = field(default_factory=Factors, compare=False, repr=False, kw_only=True)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        other = super().to(dtype)  # with the same rounded W each time, so that what is made of it is made once
+        return replace(other, W=self.factors.get(("rounded", dtype), self.W, lambda: other.W))
 
     def linear(self, z: Tensor) -> Tensor:
         """(I - W) z - u."""

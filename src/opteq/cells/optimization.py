@@ -2,12 +2,11 @@
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.nn.utils import parametrize
 
 from opteq.activations import Activation, find_activation
@@ -16,6 +15,7 @@ from opteq.checks import check_instance, check_integer, check_number, check_shap
 from opteq.convex import ConvexMap, DualMap
 from opteq.equilibrium import Cell
 from opteq.operators import Conv, Dense, Factors, Operator, Padding, Separable
+from opteq.products import linear, product
 from opteq.solve import Jacobian, Map, per_sample
 from opteq.spectral import NormBall, scale_to
 
@@ -78,12 +78,16 @@ class DenseOptEqMap(OptEqMap, ConvexMap):
     u: Tensor = per_sample()  # [batch, hidden]
     factors: Factors = field(default_factory=Factors, compare=False, repr=False, kw_only=True)
 
+    def to(self, dtype: torch.dtype) -> Self:
+        other = super().to(dtype)  # with the same rounded W each time, so that what is made of it is made once
+        return replace(other, W=self.factors.get(("rounded", dtype), self.W, lambda: other.W))
+
     def project(self, z: Tensor) -> Tensor:
         return self.W(z)
 
     def dual(self) -> DualMap:
         """s -> sigma(G s + u); G is made once for the solves of this map, forward and backward."""
-        G: Tensor = self.factors.get(("gram", self.mu), self.W, lambda: self.W.W @ (self.W.W / self.mu).T)
+        G: Tensor = self.factors.get(("gram", self.mu), self.W, lambda: product(self.W.W, (self.W.W / self.mu).T))
         return DualMap(G, self.sigma, self.u)
 
     def dual_pays(self) -> bool:

@@ -16,8 +16,8 @@ from opteq.diagnostics.finding import Columns, Finding
 from opteq.diagnostics.keeping import undisturbed
 from opteq.diagnostics.probing import Probe, probe
 from opteq.equilibrium import Equilibrium
-from opteq.gradients import Gradient, default_solver
-from opteq.solve import Map, Solution, Solver, Stop, solve
+from opteq.gradients import Gradient, default_solver, part_aimed_at
+from opteq.solve import Map, Solution, Solver, Stop, Trace, solve_map
 from opteq.solvers import Accelerated, Anderson, Broyden, ForwardBackward, Newton, PeacemanRachford, Picard
 from opteq.splitting import SplitMap
 
@@ -144,7 +144,7 @@ class _Plain(Gradient):
 
     def attach(self, fn: Map, z0: Tensor, solver: Solver | None, stop: Stop, report: Report) -> Solution:
         assert solver is not None
-        return solve(fn, z0, solver, stop, record=True)
+        return solve_map(fn, z0, solver, stop, Trace(), aim=part_aimed_at(fn, stop))
 
 
 def _named(found: Probe, solvers: Mapping[str, Solver] | Sequence[Solver] | None) -> Mapping[str, Solver]:

@@ -9,7 +9,7 @@ from opteq.batch import per_sample_like
 from opteq.checks import check_integer, check_number
 from opteq.convex import DualForm
 from opteq.linear import LinearizedMap, linear_solver
-from opteq.solve import Map, ResidualState, Solver, State, Stop, first_value, residual_at, solve
+from opteq.solve import Map, ResidualState, Solver, State, Stop, first_value, residual_at, solve_map
 from opteq.solvers.dual import DualNewtonState, advance, begin
 
 
@@ -66,7 +66,7 @@ class Newton(Solver):
         assert isinstance(state, NewtonState)
         equation = LinearizedMap(fn, False, state.z, state.r)
         inner = Stop(rtol=self.forcing or 1e-2, max_steps=min(self.inner_steps, 2 * state.z[0].numel()))
-        found = solve(equation, torch.zeros_like(state.z), linear_solver(fn), inner)
+        found = solve_map(equation, torch.zeros_like(state.z), linear_solver(fn), inner, verified=False)
         state = replace(state, evals=state.evals + found.evals)
         return self._globalise(fn, state, found.z)
 

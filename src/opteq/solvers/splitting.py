@@ -290,6 +290,7 @@ class SplitLinear(Solver):
     z = p = w + (t - w) / alpha has an error of eps |w| / alpha, which its residual, W'(D p - s), multiplies by |W|.
     """
 
+    estimates: ClassVar[bool] = True
     rtol: float
 
     def prepare(self, fn: Map) -> Map:

@@ -1,0 +1,117 @@
+"""Mixed precision: float64 results from steps in float32, and float64 steps where these do not do."""
+
+import pytest
+import torch
+
+from opteq import Equilibrium, Stop, solve
+from opteq.cells import GaussianDEQ, Monotone, OptEq
+from opteq.gradients import Implicit, default_linear, default_solver, in_mixed_precision
+from opteq.linear import GMRES, LinearizedMap
+from opteq.solvers import Anderson, MixedPrecision
+from opteq.solvers.mixed import MixedMap
+
+CELLS = {
+    "OptEq": lambda: OptEq(7, 40, 30, constrained=True),
+    "OptEq near 1": lambda: scaled(OptEq(7, 40, 30), 0.999),
+    "Monotone": lambda: Monotone(7, 30, m=0.1),
+    "GaussianDEQ": lambda: GaussianDEQ(7, 30),
+}
+
+
+def scaled(cell, size):
+    with torch.no_grad():
+        cell.W *= size / torch.linalg.matrix_norm(cell.W, 2)
+    return cell
+
+
+def mixed(fn, rtol):
+    return MixedPrecision(default_solver(fn), default_linear(fn, 1e-5), rtol)
+
+
+@pytest.fixture(params=CELLS)
+def cell(request):
+    torch.manual_seed(0)
+    return CELLS[request.param]().double()
+
+
+@pytest.mark.parametrize("rtol", [1e-3, 1e-6, 1e-12])
+def test_it_reaches_any_tolerance_of_float64(cell, rtol):
+    x = torch.randn(20, 7, dtype=torch.float64)
+    fn, z0 = cell.bind(x), cell.initial(x)
+    found = solve(fn, z0, mixed(fn, rtol), Stop(rtol=rtol)).raise_if_failed()
+    value = fn(found.z)
+    assert found.z.dtype == torch.float64
+    assert ((value - found.z).norm(dim=1) <= rtol * value.norm(dim=1)).all()
+    again = solve(fn, found.z, mixed(fn, rtol), Stop(rtol=rtol)).raise_if_failed()
+    assert (again.residual <= 1.001 * found.residual + 1e-15).all()  # from its own solution: nothing is lost in float32
+    assert int(again.steps.max()) <= 2
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_adjoints_and_tangents_are_refined_too(cell, transposed):
+    x, g = torch.randn(6, 7, dtype=torch.float64), torch.randn(6, *cell.state_shape, dtype=torch.float64)
+    fn = cell.bind(x)
+    z = solve(fn, cell.initial(x), default_solver(fn), Stop(rtol=1e-13)).z
+    equation = LinearizedMap(fn, transposed, z, g)
+    found = solve(equation, torch.zeros_like(g), mixed(fn, 1e-12), Stop(rtol=1e-12)).raise_if_failed()
+    for i in range(len(x)):
+        J = torch.autograd.functional.jacobian(lambda z, i=i: cell.bind(x[i : i + 1])(z[None])[0], z[i])
+        exact = torch.linalg.solve(torch.eye(len(J)) - (J.T if transposed else J), g[i])
+        torch.testing.assert_close(found.z[i], exact, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e60, 1e-60])
+def test_numbers_that_float32_does_not_hold_are_solved_in_float64(scale):
+    torch.manual_seed(0)
+    cell, x = GaussianDEQ(7, 30).double(), scale * torch.randn(4, 7, dtype=torch.float64)
+    fn = cell.bind(x)
+    found = solve(fn, cell.initial(x), mixed(fn, 1e-8), Stop(rtol=1e-8)).raise_if_failed()
+    exact = solve(fn, cell.initial(x), Anderson(), Stop(rtol=1e-12)).z
+    assert ((found.z - exact).norm(dim=1) < 1e-6 * exact.norm(dim=1)).all()
+
+
+def test_one_sample_out_of_range_leaves_the_others_as_they_are():
+    torch.manual_seed(0)
+    cell, x = GaussianDEQ(7, 30).double(), torch.randn(5, 7, dtype=torch.float64)
+    x[2] *= 1e60
+    fn = cell.bind(x)
+    solve(fn, cell.initial(x), mixed(fn, 1e-10), Stop(rtol=1e-10)).raise_if_failed()
+
+
+def test_where_corrections_do_not_help_the_solver_goes_on_in_float64(monkeypatch):
+    torch.manual_seed(0)
+    cell, x = GaussianDEQ(7, 30).double(), torch.randn(5, 7, dtype=torch.float64)
+    fn = cell.bind(x)
+    none = (torch.zeros(5, 30, dtype=torch.float64), 1)
+    monkeypatch.setattr(MixedPrecision, "_correction", lambda self, fn, state, far: none)
+    found = solve(fn, cell.initial(x), mixed(fn, 1e-10), Stop(rtol=1e-10)).raise_if_failed()
+    assert int(found.steps.max()) > 1
+
+
+def test_it_is_the_default_for_large_weights_in_float64_only():
+    large, small = GaussianDEQ(3, 300).double(), GaussianDEQ(3, 30).double()
+    x, stop = torch.randn(2, 3, dtype=torch.float64), Stop(rtol=1e-7)
+    assert in_mixed_precision(large.bind(x), Anderson(), stop) == MixedPrecision(Anderson(), GMRES(), 1e-7, 100)
+    assert in_mixed_precision(small.bind(x), Anderson(), stop) == Anderson()
+    assert in_mixed_precision(large.float().bind(x.float()), Anderson(), stop) == Anderson()
+
+
+@pytest.mark.parametrize("make", [lambda: GaussianDEQ(3, 300), lambda: OptEq(3, 300, 250), lambda: Monotone(3, 260)])
+def test_gradients_by_default_are_exact_in_float64(make, monkeypatch):
+    torch.manual_seed(0)
+    cell, x = make().double(), torch.randn(4, 3, dtype=torch.float64)
+    made = []
+    prepare = MixedPrecision.prepare
+    monkeypatch.setattr(MixedPrecision, "prepare", lambda self, fn: made.append(prepare(self, fn)) or made[-1])
+
+    def gradient(**settings):
+        cell.zero_grad()
+        Equilibrium(cell, stop=Stop(rtol=1e-10), on_failure="raise", **settings)(x).square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in cell.parameters() if p.grad is not None])
+
+    found = gradient()
+    assert [type(map_) for map_ in made] == [MixedMap, MixedMap]  # forward and backward
+    exact = gradient(solver=Anderson(), gradient=Implicit(linear=GMRES()))
+    assert len(made) == 2
+    assert (found - exact).norm() < 1e-7 * exact.norm()
+    assert torch.autograd.gradcheck(lambda x: Equilibrium(cell, stop=Stop(rtol=1e-12))(x).sum(), x.requires_grad_(), eps=1e-5)
