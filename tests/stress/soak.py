@@ -71,7 +71,12 @@ def steps_a_second(folder: Path) -> float:
 def soak(folder: Path, seconds: float, every: float = 5.0) -> Soaked:
     """Train for so long, with a checkpoint about every `every` seconds."""
     often = max(1, round(every * steps_a_second(folder / "first")))
-    endless = {"epochs": 2**30, "patience": None, "schedule": "constant", "lr": 1e-3}
+    endless = {
+        "epochs": 2**30,
+        "patience": None,
+        "schedule": "constant",
+        "lr": 1e-6,
+    }  # at 1e-3, ||W|| leaves its ball within the hour
     config = replace(survivor.CONFIG, checkpoint_every=often, log_every=often, **endless)
     watch, data = Watch(seconds), survivor.data()
     with suppress(_Enough):
