@@ -120,7 +120,13 @@ def hook(name):
 def test_escaped_pipes_in_tables_are_pipes():
     content = r"<td><code>\|z\|</code> \|</td><th align='left'><code>a\|b</code></th><p><code>\|</code></p>"
     wanted = r"<td><code>|z|</code> \|</td><th align='left'><code>a|b</code></th><p><code>\|</code></p>"
-    assert hook("pipes.py")(content) == wanted
+    assert hook("tables.py")(content) == wanted
+
+
+def test_names_in_tables_break_at_their_joints_only():
+    content = "<td><code>tests/test_solve.py::test_a_name</code> <code>0.5 &lt; z_0</code></td><p><code>opteq.solve</code></p>"
+    wanted = "<td><code>tests/<wbr>test_<wbr>solve.py::<wbr>test_a_<wbr>name</code> <code>0.5 &lt; z_0</code></td>"
+    assert hook("tables.py")(content) == wanted + "<p><code>opteq.solve</code></p>"
 
 
 def test_formulas_become_mathml():
@@ -133,6 +139,7 @@ def test_formulas_become_mathml():
     assert found.endswith(r"</math></div><pre>\(z\)</pre>")
     assert 'display="inline"' in found
     assert 'display="block"' in found
+    assert convert(r'<span class="arithmatex">\(z\)</span>, x', page=page).endswith("</math>,</span> x")
     bars = convert(r'<span class="arithmatex">\(\lvert z\rvert\)</span>', page=page)
     assert bars.count('lspace="0"') == 2
     for unknown in (r"\arg z", r"\begin{aligned} a &amp;= b \end{aligned}"):

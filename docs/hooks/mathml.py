@@ -7,7 +7,7 @@ from typing import Any
 from latex2mathml.converter import convert
 
 BARS = re.compile('<mo(?: stretchy="false")?>(&#x0007C;|&#x02016;)</mo>')  # |z| and ||z||, which are not meant as relations
-MARKED = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+MARKED = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>([.,;:)]*)', re.DOTALL)
 
 
 def mathml(latex: str, *, block: bool = False) -> str:
@@ -22,11 +22,11 @@ def on_page_content(content: str, *, page: Any, **_: Any) -> str:
     """The page with its formulas as MathML; an error names the page."""
 
     def replaced(match: re.Match[str]) -> str:
-        tag, delimiter, latex = match.groups()
+        tag, delimiter, latex, after = match.groups()  # what comes after it, such as a comma, stays on its line
         try:
             formula = mathml(html.unescape(latex).strip(), block=delimiter == "[")
         except Exception as error:
             raise ValueError(f"{page.file.src_path}: {error}") from error
-        return f'<{tag} class="formula">{formula}</{tag}>'
+        return f'<{tag} class="formula">{formula}{after}</{tag}>'
 
     return MARKED.sub(replaced, content)
