@@ -10,7 +10,7 @@ from torch import nn
 
 from opteq import Equilibrium
 from opteq.cells import ConvOptEq, DeepOptEq, OptEq
-from opteq.models import deep_opteq
+from opteq.models import deep_opteq, feed_forward
 from opteq.training import TrainConfig, fit
 from opteq.training.muon import Muon, orthogonalized
 from opteq.training.parts import make_optimizer
@@ -136,6 +136,23 @@ def test_networks_of_images_are_moved_in_both_ways():
     kinds = {group["orthogonal"]: [p.ndim for p in group["params"]] for group in optimizer.param_groups}
     assert kinds[True] == [4, 4, 4, 4]  # W and U of two layers
     assert sorted(kinds[False]) == [1] * 7 + [2, 4]  # biases and norms; the head's matrix; the extractor's kernel
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_without_an_equilibrium_all_matrices_but_the_first_and_the_last_are_made_orthogonal(frozen):
+    model = feed_forward(3, 10, hidden=(4, 8))
+    model.extractor.requires_grad_(not frozen)
+    found = {group["orthogonal"]: {id(p) for p in group["params"]} for group in make_optimizer(model, MUON).param_groups}
+    names = {name for name, p in model.named_parameters() if id(p) in found[True]}
+    assert names == {"equilibrium.W.0", "equilibrium.U.0", "equilibrium.U.1"}
+    assert found[False] == {id(p) for p in model.parameters() if p.requires_grad} - found[True]
+
+
+def test_a_network_of_two_matrices_moves_as_by_sgd():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    assert [group["orthogonal"] for group in make_optimizer(model, MUON).param_groups] == [False]
+    assert fit(model, data(), data(), MUON, verbose=False).scores["valid_accuracy"] > 0.9
 
 
 @pytest.mark.parametrize(("changed", "message"), [({"hold": 0.0}, "'hold'"), ({"optimizer": "sgd"}, "it is a setting of muon")])

@@ -42,7 +42,8 @@ class TrainConfig:
     batch_size: int = 128
     """Samples of a step, over all processes together."""
     optimizer: Optimizer = "adamw"
-    """The method; its other settings are PyTorch's own. muon: orthogonal steps for matrices and kernels inside equilibria."""
+    """The method; its other settings are PyTorch's own. muon: orthogonal steps for matrices and kernels inside equilibria or, in
+    a model that has none, for all but the first and the last of the model; sgd's steps for all else."""
     lr: float = 1e-3
     """The step size: the peak of the schedule."""
     momentum: float = 0.9

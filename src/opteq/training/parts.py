@@ -26,7 +26,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     """The optimizer of a configuration for all that is trained; its step size is set at every step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.optimizer == "muon":
-        inside = {id(p) for part in model.modules() if isinstance(part, Cell) for p in part.parameters() if p.ndim > 1}
+        inside = {id(p) for p in _matrices(model)}
         matrices, others = [p for p in parameters if id(p) in inside], [p for p in parameters if id(p) not in inside]
         settings = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
         return Muon(matrices, others, **settings, hold=config.hold)
@@ -34,6 +34,14 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return kind(parameters, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    """What Muon makes orthogonal steps for: matrices and kernels inside equilibria; without any, all but the first and the last."""
+    cells = [part for part in model.modules() if isinstance(part, Cell)]
+    if cells:
+        return [p for cell in cells for p in cell.parameters() if p.ndim > 1]
+    return [p for p in model.parameters() if p.ndim > 1][1:-1]
 
 
 def autocast(config: TrainConfig, device: torch.device) -> Any:
