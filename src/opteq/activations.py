@@ -82,6 +82,12 @@ class Activation:
     def __call__(self, a: Tensor) -> Tensor:
         return self.function(a)
 
+    def over(self, a: Tensor) -> Tensor:
+        """sigma(a), written over a where that can be: for an a that is not used again."""
+        if self.function is torch.relu and not torch.is_grad_enabled() and not is_transformed(a):
+            return torch.relu_(a)
+        return self.function(a)
+
     def root(self, a: Tensor) -> Tensor:
         """The square root of sigma'(a), for a monotone sigma."""
         slope = self.derivative(a)

@@ -98,10 +98,11 @@ class Problem:
     logs: tuple[Log, ...] = ()
     amend: Callable[[Solution], Solution] | None = None  # what logs and report are told instead
     aim: float = 1.0  # the part of the tolerance that is aimed at
+    taped: bool = False  # whether the graph of the last evaluation of f is kept for the backward pass
 
     def derived(self, fn: Map, dtype: torch.dtype, phase: str) -> "Problem":
         """The problem of the adjoint or the tangent of fn."""
-        return replace(self, solver=self.linear(fn, dtype), stop=self.linear_stop(dtype), phase=phase, amend=None, aim=1.0)
+        return replace(self, solver=self.linear(fn, dtype), stop=self.linear_stop(dtype), phase=phase, amend=None, aim=1.0, taped=False)
 
 
 @dataclass
@@ -111,6 +112,32 @@ class Record:
     evals: int = 0
     trace: Trace | None = None
     nonfinite: bool = False
+    tape: "Tape | None" = None
+
+
+class Tape:
+    """f at the iterate that turns out to be the solution, with its graph: the backward pass need not evaluate it again.
+
+    `point` is z and `operands` are the tensors of f, as leaves of that graph; `value` is f(z).
+    """
+
+    def __init__(self, template: Map, operands: Sequence[Tensor]) -> None:
+        self.operands = [t.detach().requires_grad_(t.requires_grad) for t in operands]
+        self.fn = template.filled(self.operands)
+        self.point: Tensor | None = None
+        self.value: Tensor | None = None
+
+    def __call__(self, z: Tensor) -> Tensor:
+        self.point = self.value = None  # the last graph is freed before the next is made
+        with torch.enable_grad():
+            self.point = z.detach().requires_grad_()
+            self.value = self.fn(self.point)
+        check_tensor(self.value)
+        return self.value.detach()
+
+    def is_at(self, z: Tensor) -> bool:
+        """Whether it was evaluated last at z, and may be differentiated there."""
+        return self.value is not None and self.value.requires_grad and torch.equal(cast(Tensor, self.point), z)
 
 
 def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = None) -> tuple[Solution, Record]:
@@ -120,7 +147,10 @@ def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = 
     """
     problem, found = _heard(problem), Record()
     if closed or (closed is None and _is_closed(fn, z0)):
-        operands = (leaf.tensor for leaf in fn.leaves())
+        operands = [leaf.tensor for leaf in fn.leaves()]
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+        if problem.taped and problem.solver.evaluates and wanted and _ordinary(*operands):
+            found.tape = Tape(fn, operands)
         outputs: Outputs = call(_Equilibrium, problem, fn.emptied(), found, z0.detach(), *operands)
     else:
         outputs = _attach(fn, z0, problem, found)
@@ -217,7 +247,10 @@ class _Spy(TorchFunctionMode):
 
 def _run(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
     """Solve on plain tensors, tell the log and the policy."""
-    solution = solve_map(fn, z0, problem.solver, problem.stop, _empty_trace(problem.logs), aim=problem.aim)
+    trace = _empty_trace(problem.logs)
+    solution = solve_map(fn, z0, problem.solver, problem.stop, trace, aim=problem.aim, last=found.tape)
+    if found.tape is not None and not found.tape.is_at(solution.z):
+        found.tape = None
     _tell(solution, problem, found)
     return solution.z, solution.codes, solution.residual, solution.steps
 
@@ -251,7 +284,7 @@ class _Equilibrium(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
         ctx.problem, ctx.template, found, _, *operands = inputs
-        ctx.nonfinite = found.nonfinite
+        ctx.nonfinite, ctx.tape = found.nonfinite, found.tape
         z, codes, residual, steps = output
         ctx.mark_non_differentiable(codes, residual, steps)
         ctx.set_materialize_grads(False)
@@ -266,9 +299,13 @@ class _Equilibrium(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if ctx.nonfinite:
             operands, z, g = quarantined(ctx.template, operands, z, g, codes)
+            ctx.tape = None
         wanted = [i for i, need in enumerate(needed) if need]
-        adjoint = _adjoint if _plain(g, z, *operands) else _differentiable_adjoint
-        found = iter(adjoint(ctx.template, operands, wanted, z, g, ctx.problem))
+        if torch.is_grad_enabled() or not _ordinary(g, z, *operands):
+            found = iter(_differentiable_adjoint(ctx.template, operands, wanted, z, g, ctx.problem))
+        else:
+            found = iter(_adjoint(ctx.template, operands, wanted, z, g, ctx.problem, ctx.tape))
+            ctx.tape = ctx.tape if torch._C._autograd._get_current_graph_task_keep_graph() else None
         return (None, None, None, None, *(next(found) if need else None for need in needed))
 
     @staticmethod
@@ -330,9 +367,9 @@ def _partial(template: Map, operands: Sequence[Tensor], wanted: Sequence[int], z
     return partial
 
 
-def _plain(*tensors: Tensor) -> bool:
-    """Whether nobody will differentiate what is computed of the tensors now."""
-    return not torch.is_grad_enabled() and forward_ad._current_level < 0 and not any(is_transformed(t) for t in tensors)
+def _ordinary(*tensors: Tensor) -> bool:
+    """Whether neither forward mode nor a torch.func transform is at work on the tensors."""
+    return forward_ad._current_level < 0 and not any(is_transformed(t) for t in tensors)
 
 
 def _differentiable_adjoint(
@@ -345,12 +382,22 @@ def _differentiable_adjoint(
 
 
 def _adjoint(
-    template: Map, operands: Sequence[Tensor], wanted: Sequence[int], z: Tensor, g: Tensor, problem: Problem
+    template: Map,
+    operands: Sequence[Tensor],
+    wanted: Sequence[int],
+    z: Tensor,
+    g: Tensor,
+    problem: Problem,
+    tape: Tape | None = None,
 ) -> Sequence[Tensor | None]:
-    """The same in one evaluation of f: its graph serves J' v, for the solvers that ask for it, and the operands."""
-    z, chosen = z.detach().requires_grad_(), [operands[i].detach().requires_grad_() for i in wanted]
-    partial = _partial(template, operands, wanted, z)
+    """The same in one evaluation of f, or none: its graph serves J' v, for the solvers that ask for it, and the operands."""
     graph: list[Tensor] = []
+    if tape is not None and tape.value is not None and tape.point is not None:
+        z, chosen = tape.point, [tape.operands[i] for i in wanted]
+        graph.append(tape.value)
+    else:
+        z, chosen = z.detach().requires_grad_(), [operands[i].detach().requires_grad_() for i in wanted]
+    partial = _partial(template, operands, wanted, z)
 
     def value() -> Tensor:
         if not graph:
@@ -368,7 +415,7 @@ def _adjoint(
     derived = _heard(problem.derived(fn, z.dtype, "backward"))
     if not derived.solver.estimates:
         v = _run(equation, torch.zeros_like(g), derived, Record())[0]
-        return torch.autograd.grad(value(), chosen, v, allow_unused=True)
+        return torch.autograd.grad(value(), chosen, v, allow_unused=True, retain_graph=tape is not None)
     stop = replace(derived.stop, rtol=_BELIEVED * derived.stop.rtol, atol=_BELIEVED * derived.stop.atol)
     solution = solve_map(equation, torch.zeros_like(g), derived.solver, stop, _empty_trace(derived.logs), verified=False)
     image, *found = torch.autograd.grad(value(), [z, *chosen], solution.z, allow_unused=True, retain_graph=True)
@@ -377,7 +424,7 @@ def _adjoint(
         _tell(measured, derived, Record())
         return found
     v = _run(equation, solution.z, derived, Record())[0]  # an estimate was too good to be true
-    return torch.autograd.grad(value(), chosen, v, allow_unused=True)
+    return torch.autograd.grad(value(), chosen, v, allow_unused=True, retain_graph=tape is not None)
 
 
 _BELIEVED = 0.95  # the part of a tolerance that estimates must meet, so that rounding does not take them beyond it

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq.activations import Activation
-from opteq.batch import norm
+from opteq.batch import is_zero, norm
 from opteq.products import affine, product
 from opteq.solve import Jacobian, Map, State, per_sample
 
@@ -104,7 +104,7 @@ class DualForm(Map):
 
     def first(self, z0: Tensor) -> "DualStart":
         """s and the size of the residual at z0."""
-        if not z0.any():  # so that W z0 needs no product
+        if is_zero(z0):  # so that W z0 needs no product
             s = self.dual.sigma(self.dual.u)
             Gs = product(s, self.dual.G)
             scale = self.scale(s, Gs) * self.base.alpha

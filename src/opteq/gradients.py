@@ -98,6 +98,8 @@ class Implicit(Gradient):
     `stop`: for the linear solve; by default its rtol is a tenth of the forward one, but at least 50 times the precision.
     `linear`: CG(), GMRES(), Neumann() or any solver; by default CG for symmetric Jacobians (in the dual for
     dense OptEq layers), Peaceman-Rachford for monotone maps with a resolvent, and GMRES for others.
+    `recompute`: True evaluates f once more in the backward pass, instead of keeping the graph of one evaluation from the forward
+    pass: for networks of many equilibria that do not fit into memory.
 
     Examples:
         >>> import torch
@@ -113,10 +115,12 @@ class Implicit(Gradient):
 
     stop: Stop | None = None
     linear: Solver | None = None
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         check_instance(self, "stop", self.stop, (Stop, type(None)), "a Stop or None")
         check_instance(self, "linear", self.linear, (Solver, type(None)), "a Solver, such as GMRES(), or None")
+        check_instance(self, "recompute", self.recompute, bool, "a bool")
 
     def check(self, solver: Solver | None) -> None:
         _refuse_selective(self, solver)
@@ -140,7 +144,7 @@ class Implicit(Gradient):
         aim = part_aimed_at(fn, stop)
         if solver is None:
             solver = in_mixed_precision(fn, default_solver(fn), replace(stop, rtol=aim * stop.rtol))
-        return Problem(solver, stop, linear, linear_stop, report, aim=aim)
+        return Problem(solver, stop, linear, linear_stop, report, aim=aim, taped=not self.recompute)
 
 
 def part_aimed_at(fn: Map, stop: Stop) -> float:

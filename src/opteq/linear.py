@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from opteq.batch import at_least_single, combine, dot, dots, lined, norm, per_sample_like, unlined
+from opteq.batch import at_least_single, combine, dot, dots, is_zero, lined, norm, per_sample_like, unlined
 from opteq.checks import check_integer, check_number
 from opteq.convex import ConvexMap, raised
 from opteq.products import product
@@ -92,7 +92,7 @@ def _linear(solver: Solver, fn: Map) -> LinearizedMap:
 
 def _start(fn: LinearizedMap, v0: Tensor) -> tuple[Tensor, int]:
     """The residual g - (I - M) v0, and what it cost."""
-    return (fn(v0) - v0, 1) if v0.any() else (fn.g, 0)
+    return (fn.g, 0) if is_zero(v0) else (fn(v0) - v0, 1)
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class DualCG(CG):
 
     def init(self, fn: Map, z0: Tensor) -> DualCGState:  # type: ignore[override]
         assert isinstance(fn, LinearDual)
-        g, evals = (fn(z0) - z0, 1) if z0.any() else (fn.primal.g, 0)
+        g, evals = (fn.primal.g, 0) if is_zero(z0) else (fn(z0) - z0, 1)
         size = norm(g)
         unit = torch.where(size > 0, size, torch.ones_like(size))
         r = fn.root * fn.base.project(g / unit[:, None])
@@ -291,11 +291,15 @@ class Neumann(Solver):
         return NeumannState(state.z + state.r, state.evals + 1, _linear(self, fn).product(state.r))
 
 
+_FORESEEN = 2.0  # times the last rate of the terms of a series is what the next one is expected to be at most
+
+
 @dataclass(frozen=True)
 class GMRESState(State):
     """Arnoldi's method from z, for each sample: (I - M) V' = V' H, and H = Q' R by accumulated rotations.
 
-    V, R and Q change in place. A sample that sums the series has no columns: z is its sum so far, and beta V_0 its next term.
+    z, V, R and Q change in place. A sample that sums the series has no columns: z is its sum so far, and beta V_0 its next term, which
+    is the residual at z. Its iterate has that term, too, and what this leaves is foreseen from the `rate` of the terms.
     """
 
     exact: ClassVar[bool] = False
@@ -307,6 +311,7 @@ class GMRESState(State):
     reach: Tensor  # [batch], |z|
     j: Tensor  # [batch], columns so far
     brisk: Tensor  # [batch] bool: the sample sums the series
+    rate: Tensor  # [batch], of the last two terms
     top: int  # the largest j
 
     def slots(self) -> int:
@@ -328,15 +333,22 @@ class GMRESState(State):
         return self.iterate() if rows is None else self.iterate()[rows]
 
     def iterate(self) -> Tensor:
-        """z + V' y."""
+        """z + V' y; z + beta V_0 for the samples that sum the series, once it is known how fast that is."""
+        term = torch.where(self.ahead() < 1, self.beta, 0)
         if self.top == 0:
-            return self.z
-        return unlined(combine(self.weights(), self.V[:, : self.top]), self.z).add_(self.z)
+            return torch.addcmul(self.z, unlined(self.V[:, 0], self.z), per_sample_like(term, self.z))
+        y = self.weights()
+        y[:, 0] += term
+        return unlined(combine(y, self.V[:, : self.top]), self.z).add_(self.z)
+
+    def ahead(self) -> Tensor:
+        """The part of the residual at z that the term beta V_0 is expected to leave."""
+        return torch.where(self.brisk, (_FORESEEN * self.rate).clamp_max(1), 1)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         if self.top == 0:
-            return self.beta, torch.maximum(self.reach, self.beta)
-        size = self.beta * self.Q[:, :, 0].gather(1, self.j[:, None])[:, 0].abs()
+            return self.beta * self.ahead(), torch.maximum(self.reach, self.beta)
+        size = self.beta * self.Q[:, :, 0].gather(1, self.j[:, None])[:, 0].abs() * self.ahead()
         return size, torch.maximum(torch.hypot(self.reach, norm(self.weights())), size)
 
 
@@ -363,7 +375,7 @@ class GMRES(Solver):
         V = lined(r, z0).div(torch.where(beta > 0, beta, 1)[:, None])[:, None]
         R, Q = V.new_empty(len(V), 0, 0), V.new_empty(len(V), 0, 0)  # made when a sample needs them
         brisk = torch.full_like(j, self.brisk > 0 and not fn.coupled, dtype=torch.bool)  # samples that depend on others keep step
-        return GMRESState(z0, evals, V, R, Q, beta, norm(z0), j, brisk, top=0)
+        return GMRESState(z0.clone(), evals, V, R, Q, beta, norm(z0), j, brisk, torch.ones_like(beta), top=0)
 
     def step(self, fn: Map, state: State) -> GMRESState:
         assert isinstance(state, GMRESState)
@@ -393,10 +405,13 @@ def _last(state: GMRESState) -> Tensor:
 
 def _summed(state: GMRESState, v: Tensor, image: Tensor, rate: Tensor) -> GMRESState:
     """One more term for the brisk samples: z <- z + beta v, and M v is the next."""
-    z = torch.addcmul(state.z, unlined(v, state.z), per_sample_like(torch.where(state.brisk, state.beta, 0), state.z))
+    z = state.z.addcmul_(unlined(v, state.z), per_sample_like(torch.where(state.brisk, state.beta, 0), state.z))
     first, unit = state.V[:, 0], torch.where(rate > 0, rate, 1)
-    first.mul_((~state.brisk)[:, None]).addcmul_(image, (state.brisk / unit)[:, None])
-    return replace(state, z=z, beta=torch.where(state.brisk, state.beta * rate, state.beta), reach=norm(z))
+    if state.brisk.all():
+        torch.div(image, unit[:, None], out=first)
+    else:
+        first.mul_((~state.brisk)[:, None]).addcmul_(image, (state.brisk / unit)[:, None])
+    return replace(state, z=z, beta=torch.where(state.brisk, state.beta * rate, state.beta), reach=norm(z), rate=rate)
 
 
 def _renewed(fn: LinearizedMap, state: GMRESState, full: Tensor) -> GMRESState:

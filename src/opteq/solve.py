@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -145,6 +145,7 @@ class Map(Tree, ABC):
     closed: ClassVar[bool] = False  # every tensor that f uses is a field
     symmetric: ClassVar[bool] = False  # J = J' at every z
     independent: ClassVar[bool] = True  # f acts on each sample alone, so that some samples can be solved without the others
+    fresh: ClassVar[bool] = False  # f(z) is in memory of its own, to which its caller may write
     coupled: ClassVar[bool] = False  # f(z) of a sample depends on the others, so that the batch is solved as a whole or not at all
 
     @abstractmethod
@@ -162,6 +163,10 @@ class Map(Tree, ABC):
             return pushes[0](v)[0]
 
         return Jacobian(jvp=jvp, vjp=lambda v: pull(v)[0], symmetric=self.symmetric)
+
+    def begin(self, z0: Tensor) -> Tensor:
+        """f(z0); maps that know f(0) without a product override this."""
+        return self(z0)
 
     def value_and_jacobian(self, z: Tensor) -> tuple[Tensor, Jacobian]:
         """f(z) and the Jacobian at z; maps whose two have a part in common override this."""
@@ -260,17 +265,18 @@ class ResidualState(State):
         return self.z + self.r
 
 
-def residual_at(z: Tensor, fz: Tensor) -> dict[str, Tensor]:
-    """The fields of a ResidualState at z."""
-    r = fz - z
-    return {"z": z, "r": r, "size": norm(r), "scale": norm(fz)}
+def residual_at(z: Tensor, fz: Tensor, *, fresh: bool = False) -> dict[str, Tensor]:
+    """The fields of a ResidualState at z; r is written over a fresh f(z)."""
+    scale = norm(fz)
+    r = fz.sub_(z) if fresh else fz - z
+    return {"z": z, "r": r, "size": norm(r), "scale": scale}
 
 
 def moved(fn: Map, z: Tensor, move: Tensor) -> dict[str, Tensor]:
     """The fields of a ResidualState at z + move, the move given as rows."""
     z = z + unlined(move, z)
     del move  # the caller has no other use of it, and f may need the memory
-    return residual_at(z, fn(z))
+    return residual_at(z, fn(z), fresh=getattr(fn, "fresh", False))  # the last one, which is kept, is not
 
 
 class Solver(ABC):
@@ -295,6 +301,7 @@ class Solver(ABC):
     differentiable: ClassVar[bool] = False  # whether autograd can follow its steps
     estimates: ClassVar[bool] = False  # its states are not exact, so that f is evaluated once more at their candidates
     selective: ClassVar[bool] = False  # seeks one of several fixed points: takes every step, whatever the residual
+    evaluates: ClassVar[bool] = False  # the last thing that a step does with f is to evaluate it at the iterates of the new state
 
     def prepare(self, fn: Map) -> Map:
         """The map that the steps are given: fn with what is worth computing once, such as factorisations."""
@@ -417,7 +424,7 @@ def relative(size: Tensor, scale: Tensor) -> Tensor:
 def first_value(fn: Map, z0: Tensor) -> Tensor:
     """f(z0), checked: f must keep the shape, dtype and device of its state, and leave the state itself alone."""
     before, version = z0.clone(), _version(z0)
-    fz = fn(z0)
+    fz = fn.begin(z0)
     check_tensor(fz)
     if not is_transformed(fz) and (_version(z0) != version or not _equal(before, z0)):
         raise ValueError("The map f must not change its input z in place. (In-place layers such as ReLU(inplace=True) do.)")
@@ -482,15 +489,24 @@ def solve(
 
 
 def solve_map(
-    fn: Map, z0: Tensor, solver: Solver, stop: Stop, trace: Trace | None = None, *, aim: float = 1.0, verified: bool = True
+    fn: Map,
+    z0: Tensor,
+    solver: Solver,
+    stop: Stop,
+    trace: Trace | None = None,
+    *,
+    aim: float = 1.0,
+    verified: bool = True,
+    last: Callable[[Tensor], Tensor] | None = None,
 ) -> Solution:
     """`solve` for those who have checked what they pass.
 
     `aim`: go on to this part of the tolerance while the residual falls; what meets the tolerance itself has converged all the same.
     `verified`: False believes the estimates of a solver, for callers that measure the residual themselves.
+    `last`: f itself, to be called where an evaluation is expected to be the last one, of all samples at once.
     """
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), torch.autocast(z0.device.type, enabled=False):
-        return _Loop(fn.detach(), z0.detach(), solver, stop, trace, aim, verified).run()
+        return _Loop(fn.detach(), z0.detach(), solver, stop, trace, aim, verified, last).run()
 
 
 _FALLS = 0.9  # the part of a residual that a step may leave to be worth taking where the tolerance is met already
@@ -499,7 +515,17 @@ _FALLS = 0.9  # the part of a residual that a step may leave to be worth taking 
 class _Loop:
     """The loop. Arrays named in the singular hold one entry for each row still worked on; `rows` tells which samples those are."""
 
-    def __init__(self, fn: Map, z0: Tensor, solver: Solver, stop: Stop, trace: Trace | None, aim: float, verified: bool) -> None:
+    def __init__(
+        self,
+        fn: Map,
+        z0: Tensor,
+        solver: Solver,
+        stop: Stop,
+        trace: Trace | None,
+        aim: float,
+        verified: bool,
+        last: Callable[[Tensor], Tensor] | None,
+    ) -> None:
         samples, self.eps = z0.shape[0], torch.finfo(z0.dtype).eps
         device = z0.device
         fn = solver.prepare(fn) if samples else fn
@@ -518,7 +544,9 @@ class _Loop:
         self.live = torch.ones(samples, dtype=torch.bool, device=device)
         self.peak = torch.zeros_like(self.start)  # the largest |f(z) - z| seen
         self.before = torch.full_like(self.start, math.inf)  # |f(z) - z| one step before
+        self.soon = torch.zeros(samples, dtype=torch.bool, device=device)  # foreseen to meet the tolerance one step on
         self.aim, self.verified = aim, verified
+        self.last = last if solver.evaluates else None
         self.evals = 0  # evaluations made here, beside the solver's own
         self.trace = trace
         self.far = max(
@@ -535,7 +563,7 @@ class _Loop:
             if step == self.stop.max_steps or not self.live.any():
                 break
             state = self.compact(state)
-            state = self.solver.step(self.fn, state)
+            state = self.solver.step(self.evaluated(), state)
         self.store()
         self.steps[self.rows[self.live]] = self.stop.max_steps
         self.complete()
@@ -555,6 +583,8 @@ class _Loop:
         last = step == self.stop.max_steps
         size, scale = state.estimate()
         self.start = torch.maximum(self.start, scale) if step == 0 else self.start
+        if self.last is not None:
+            self.soon = self.meets(size / self.before * size, 2 * scale)
         if not last and self.uneventful(state, size, scale):
             return state
         known = torch.ones_like(self.live)
@@ -566,7 +596,7 @@ class _Loop:
             if known.any() and self.verified:
                 state, z, size, scale = self.verify(state, known, size, scale)
             elif known.any():
-                z = state.candidate(self.fn)
+                z = self.candidates(state, known)[2]
         finite = size.isfinite() & scale.isfinite()
         self.peak = torch.where(finite, torch.maximum(self.peak, size), self.peak)
         risen = size > 0.5 * self.peak
@@ -612,6 +642,12 @@ class _Loop:
             self.residual[self.rows[self.live]] = residual[self.live]
         return True
 
+    def evaluated(self) -> Map:
+        """f for the next step: as the caller evaluates it if all samples will be done then, for all that can be foreseen."""
+        if self.last is None or len(self.live) < len(self.codes) or not bool((self.live & self.soon).all()):
+            return self.fn
+        return cast(Map, self.last)  # a solver that says so does no more with it than to call it
+
     def meets(self, size: Tensor, scale: Tensor) -> Tensor:
         return size <= self.stop.atol + self.stop.rtol * scale
 
@@ -624,23 +660,24 @@ class _Loop:
 
     def verify(self, state: State, wanted: Tensor, size: Tensor, scale: Tensor) -> tuple[State, Tensor, Tensor, Tensor]:
         """Evaluate f at the iterates of the wanted rows, and put the truth in place of the estimate."""
-        rows = wanted.nonzero()[:, 0]
-        part = self.fn.independent and 2 * rows.numel() <= wanted.numel()
-        if part:
-            at = state.candidate(self.fn, rows)
-            fn = self.fn.select(rows)
-        else:  # copying so many samples would cost more than evaluating all
-            fn, at, rows = self.fn, state.candidate(self.fn), torch.arange(wanted.numel(), device=wanted.device)
+        fn, rows, z, at = self.candidates(state, wanted)
         value = fn(at)
         self.evals += 1
         size, scale = size.index_copy(0, rows, norm(value - at)), scale.index_copy(0, rows, norm(value))
         failed = (wanted & ~self.meets(size, scale))[rows]
         if failed.any():
             state = state.corrected(rows[failed], at[failed], value[failed])
-        del fn, value  # makes room for what follows
-        if part:
-            at = state.z if type(state).candidate is State.candidate else state.z.index_copy(0, rows, at)
-        return state, at, size, scale
+        return state, z, size, scale
+
+    def candidates(self, state: State, wanted: Tensor) -> tuple[Map, Tensor, Tensor, Tensor]:
+        """The iterates of the wanted rows: f for them, which they are, all iterates, and theirs."""
+        rows = wanted.nonzero()[:, 0]
+        if not self.fn.independent or 2 * rows.numel() > wanted.numel():  # copying so many would cost more than they do
+            z = state.candidate(self.fn)
+            return self.fn, torch.arange(wanted.numel(), device=wanted.device), z, z
+        at = state.candidate(self.fn, rows)
+        z = state.z if type(state).candidate is State.candidate else state.z.index_copy(0, rows, at)
+        return self.fn.select(rows), rows, z, at
 
     def turns(self, state: State, z: Tensor, size: Tensor, scale: Tensor) -> Tensor:
         """Whether the residual is rounding only, or changes along itself: for f(z) = z + 1 it does neither, however large z."""
@@ -707,7 +744,7 @@ class _Loop:
         rows = self.live.nonzero()[:, 0]
         self.fn = self.fn.select(rows)  # one after the other: the old one is freed before the next is made
         state = state.select(rows)
-        self.rows, self.live = self.rows[rows], self.live[rows]
+        self.rows, self.live, self.soon = self.rows[rows], self.live[rows], self.soon[rows]
         self.start, self.peak, self.before = self.start[rows], self.peak[rows], self.before[rows]
         return state
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.activations import Activation
-from opteq.batch import norm, per_sample_like
+from opteq.batch import is_zero, norm, per_sample_like
 from opteq.operators import Dense, Factors, Operator
 from opteq.products import affine
 from opteq.solve import Jacobian, Map, per_sample
@@ -22,6 +22,7 @@ class ActivationMap(Map):
     """z -> sigma(W z + u), with u = U x + b."""
 
     closed: ClassVar[bool] = True
+    fresh: ClassVar[bool] = True
     W: Operator
     sigma: Activation
     u: Tensor = per_sample()
@@ -33,7 +34,10 @@ class ActivationMap(Map):
         return self.W(z) + self.u
 
     def __call__(self, z: Tensor) -> Tensor:
-        return self.sigma(self.hidden(z))
+        return self.sigma.over(self.hidden(z))
+
+    def begin(self, z0: Tensor) -> Tensor:
+        return self.sigma.over(self.u.clone()) if is_zero(z0) else self(z0)
 
     def linearize(self, z: Tensor) -> Jacobian:
         """J = D W, D = diag(sigma'(W z + u))."""

@@ -73,6 +73,10 @@ class DeepMap(Map):
     def coupled(self) -> bool:  # type: ignore[override]
         return any(layer.coupled for layer in self.layers)
 
+    @property
+    def fresh(self) -> bool:  # type: ignore[override]
+        return self.layers[-1].fresh
+
     def path(self, z: Tensor) -> list[Tensor]:
         """z_0 = z, z_l = f_l(z_{l-1})."""
         points = [z]
@@ -82,6 +86,12 @@ class DeepMap(Map):
 
     def __call__(self, z: Tensor) -> Tensor:
         for layer in self.layers:
+            z = layer(z)
+        return z
+
+    def begin(self, z0: Tensor) -> Tensor:
+        z = self.layers[0].begin(z0)
+        for layer in self.layers[1:]:
             z = layer(z)
         return z
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from opteq.activations import Activation, find_activation
-from opteq.batch import blank_images, quick_images
+from opteq.batch import added, blank_images, is_zero, quick_images
 from opteq.checks import check_instance, check_integer, check_number, check_shape, invalid
 from opteq.convex import ConvexMap, DualMap
 from opteq.equilibrium import Cell
@@ -26,6 +26,7 @@ class OptEqMap(Map):
 
     closed: ClassVar[bool] = True
     symmetric: ClassVar[bool] = True
+    fresh: ClassVar[bool] = True
     W: Operator
     sigma: Activation
     alpha: float | Tensor
@@ -34,7 +35,7 @@ class OptEqMap(Map):
 
     def hidden(self, z: Tensor) -> Tensor:
         """W z + u."""
-        return self.W(z) + self.u
+        return added(self.W(z), self.u)
 
     def lift(self, s: Tensor) -> Tensor:
         """W' s / mu."""
@@ -43,10 +44,13 @@ class OptEqMap(Map):
 
     def plain(self, z: Tensor) -> Tensor:
         """f(z) = W' sigma(W z + u) / mu: the layer without its skip connection."""
-        return self.lift(self.sigma(self.hidden(z)))
+        return self.lift(self.sigma.over(self.hidden(z)))
 
     def __call__(self, z: Tensor) -> Tensor:
         return blend(self.alpha, self.plain(z), z)
+
+    def begin(self, z0: Tensor) -> Tensor:
+        return self.alpha * self.lift(self.sigma(self.u)) if is_zero(z0) else self(z0)
 
     def linearize(self, z: Tensor) -> Jacobian:
         """J = (alpha / mu) W' D W + (1 - alpha) I, D = diag(sigma'(W z + u)): symmetric."""
@@ -67,7 +71,9 @@ class OptEqMap(Map):
 
 def blend(alpha: float | Tensor, fz: Tensor, z: Tensor) -> Tensor:
     """alpha f(z) + (1 - alpha) z."""
-    return fz if not isinstance(alpha, Tensor) and alpha == 1 else alpha * fz + (1 - alpha) * z
+    if isinstance(alpha, Tensor):
+        return alpha * fz + (1 - alpha) * z
+    return fz if alpha == 1 else torch.lerp(z, fz, alpha)
 
 
 @dataclass(frozen=True)

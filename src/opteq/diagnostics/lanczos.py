@@ -18,7 +18,7 @@ Which: TypeAlias = Literal["largest", "smallest", "modulus"]
 
 ARPACK: dict[Which, str] = {"largest": "LA", "smallest": "SA", "modulus": "LM"}
 SMALL, BASIS = 64, 20  # matrices up to SMALL are left to LAPACK; Krylov vectors, for few eigenvalues
-ROUNDING = 32  # times eps and the norm of H is what products and LAPACK lose
+ROUNDING = 100  # times eps and the norm of H is what products and LAPACK lose
 
 
 class Hessian:

@@ -17,8 +17,8 @@ class AndersonState(ResidualState):
     """With r = f(z) - z, differences between successive steps of r (`dR`) and of z + mixing r (`dG`), both divided by |dr|."""
 
     history: ClassVar[tuple[str, ...]] = ("dR", "dG")
-    dR: Tensor  # [batch, memory, n]
-    dG: Tensor  # [batch, memory, n]
+    dR: Tensor  # [batch, memory, n]; [batch, 0, n] as long as all samples are brisk
+    dG: Tensor  # [batch, memory, n]; likewise
     gram: Tensor  # [batch, memory, memory], of dR: the diagonal is 1, or 0 in an empty slot
     best: Tensor  # [batch], the smallest |r| since the last restart
     brisk: Tensor  # [batch] bool: plain steps have been fast so far, and no history is kept
@@ -49,6 +49,7 @@ class Anderson(Solver):
         (['CONVERGED', 'CONVERGED'], True)
     """
 
+    evaluates: ClassVar[bool] = True
     memory: int = 6
     mixing: float = 1.0
     ridge: float | None = None
@@ -67,25 +68,22 @@ class Anderson(Solver):
     def init(self, fn: Map, z0: Tensor) -> AndersonState:
         fields = residual_at(z0, first_value(fn, z0))
         batch, n = flat(z0).shape
-        dR, dG = z0.new_empty(batch, self.memory, n), z0.new_empty(batch, self.memory, n)
+        none = z0.new_empty(batch, 0, n)
         gram = z0.new_zeros(batch, self.memory, self.memory)
         brisk = torch.full_like(fields["size"], self.brisk > 0, dtype=torch.bool)
-        return AndersonState(evals=1, **fields, dR=dR, dG=dG, gram=gram, best=fields["size"], brisk=brisk, slot=0, used=0)
+        return AndersonState(evals=1, **fields, dR=none, dG=none, gram=gram, best=fields["size"], brisk=brisk, slot=0, used=0)
 
     def step(self, fn: Map, state: State) -> AndersonState:
         assert isinstance(state, AndersonState)
         return self._remember(state, moved(fn, state.z, self._move(state)))
 
     def _move(self, state: AndersonState) -> Tensor:
-        """The step, which is also left in the slot of dG that comes next."""
+        """The step."""
         r = lined(state.r, state.z)
-        if state.used:
-            weights, rows = self._weights(state, r), state.dG[:, : state.used]
-            move = torch.baddbmm(r[:, None], weights[:, None], rows, beta=self.mixing, alpha=-1)[:, 0]
-        else:
-            move = self.mixing * r
-        state.dG[:, state.slot] = move
-        return move
+        if not state.used:
+            return r if self.mixing == 1 else self.mixing * r
+        weights, rows = self._weights(state, r), state.dG[:, : state.used]
+        return torch.baddbmm(r[:, None], weights[:, None], rows, beta=self.mixing, alpha=-1)[:, 0]
 
     def _weights(self, state: AndersonState, r: Tensor) -> Tensor:
         """c = (gram + ridge)^-1 dR r by Cholesky; samples for which that fails take c = 0, a Picard step."""
@@ -106,9 +104,12 @@ class Anderson(Solver):
         if brisk.all():
             best = torch.minimum(state.best, size)
             return replace(state, evals=state.evals + 1, **fields, best=best, brisk=brisk, slot=slot, used=state.used)
+        if state.dR.shape[1] == 0:
+            batch, _, n = state.dR.shape
+            state = replace(state, dR=size.new_empty(batch, self.memory, n), dG=size.new_empty(batch, self.memory, n))
         dr, dg = state.dR[:, slot], state.dG[:, slot]
         torch.sub(lined(fields["r"], state.z), lined(state.r, state.z), out=dr)
-        dg.add_(dr, alpha=self.mixing)
+        torch.sub(lined(fields["z"], state.z), lined(state.z), out=dg).add_(dr, alpha=self.mixing)
         length, noise = norm(dr), 2 * torch.finfo(dr.dtype).eps * fields["scale"]  # below the noise, a change is only rounding
         inverse = torch.where((length > noise) & ~brisk, 1 / length, 0)[:, None]
         dr.mul_(inverse)

@@ -44,6 +44,7 @@ class Broyden(Solver):
         ('CONVERGED', 1.0)
     """
 
+    evaluates: ClassVar[bool] = True
     memory: int = 20
     growth: float = 4.0
 

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from opteq.batch import per_sample_like
+from opteq.batch import is_zero, per_sample_like
 from opteq.checks import check_instance, check_integer, check_number
 from opteq.linear import LinearizedMap
 from opteq.solve import Map, ResidualState, Solver, State, Stop, residual_at, solve_map
@@ -91,7 +91,7 @@ class MixedPrecision(Solver):
     def init(self, fn: Map, z0: Tensor) -> ResidualState:
         """The solution in float32, and its residual in float64; z0 itself where float32 fails, or z0 is as good."""
         assert isinstance(fn, MixedMap)
-        if z0.any():
+        if not is_zero(z0):
             given = residual_at(z0, fn(z0))
             if (given["size"] <= _COARSE * given["scale"]).all():
                 return ResidualState(evals=1, **given)

@@ -23,6 +23,7 @@ class Picard(Solver):
     """
 
     differentiable: ClassVar[bool] = True
+    evaluates: ClassVar[bool] = True
     damping: float = 1.0
 
     def __post_init__(self) -> None:

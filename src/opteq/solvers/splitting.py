@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opteq.activations import Activation
-from opteq.batch import norm
+from opteq.batch import is_zero, norm
 from opteq.checks import check_number, invalid
 from opteq.convex import raised
 from opteq.linear import GMRES, GMRESState, LinearizedMap
@@ -53,7 +53,7 @@ class SplitForm(Map):
 
     def enter(self, z: Tensor) -> Tensor:
         """s of a first z."""
-        if self.kind == "map" or not z.any():
+        if self.kind == "map" or is_zero(z):
             return z
         return self.split.sigma(z) if self.kind == "adjoint" else z - self._g()
 
@@ -83,7 +83,7 @@ class SplitForm(Map):
     def first(self, z0: Tensor) -> tuple[Tensor, Tensor, int]:
         """s and p = W s + u at z0, and the products that they took."""
         s = self.enter(z0)
-        return (s, self.split.hidden(s), 1) if s.any() else (s, self.split.u, 0)
+        return (s, self.split.hidden(s), 1) if not is_zero(s) else (s, self.split.u, 0)
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:
