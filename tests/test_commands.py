@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 SMALL = {"--channels": "4", "--hidden": "4", "--data.limit": "24", "--data.test-limit": "12", "--train.batch-size": "12"}
 SMALL |= {"--train.epochs": "1"}
-PROMPT = re.compile(r"^(?:\$ )?(?:torchrun [^\n]*-m )?(opteq (?!.*COMMAND)[^\n]*)\n((?:(?!\$ |opteq )[^\n]*\n)*)", re.MULTILINE)
+PROMPT = re.compile(r"^(?:\$ )?(?:torchrun [^\n]*-m )?(opteq [^\n]*)\n((?:(?!\$ |opteq )[^\n]*\n)*)", re.MULTILINE)
 
 
 def commands(page: Path) -> list[tuple[str, str]]:

@@ -121,7 +121,7 @@ def test_the_benchmark_runs(tmp_path, monkeypatch, capsys):
 
 PUBLIC = {
     opteq: "Equilibrium Cell Map solve Solver Solution Status Stop record ConvergenceWarning ConvergenceError certify",
-    solvers: "Picard Anderson Broyden Newton Accelerated ForwardBackward PeacemanRachford SAM",
+    solvers: "Picard Anderson Broyden Newton Accelerated ForwardBackward PeacemanRachford SAM MixedPrecision",
     gradients: "Implicit Unrolled Phantom JacobianFree gradient_error",
     cells: "FunctionCell OptEq ConvOptEq DepthwiseOptEq DeepOptEq WideOptEq StackedOptEq AffineOptEq MultivariateOptEq "
     "GaussianDEQ ScaledReLU Monotone MonotoneConv MonotoneMultiTier Residual Multiscale",
