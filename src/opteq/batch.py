@@ -127,13 +127,13 @@ def combine(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def compacted(tensor: Tensor, rows: Tensor, slots: int | None = None) -> Tensor:
-    """Some rows (ascending) of a solver's own tensor [batch, slots, n], moved to its front in place: memory never holds it twice.
+    """Some rows (ascending) of a solver's own tensor, moved to its front in place: memory never holds more than an eighth twice.
 
-    Of the slots, only the first ones are moved, if a number is given.
+    Of the slots of a history [batch, slots, n], only the first ones are moved, if a number is given.
     """
     kept, filled = rows.numel(), tensor[:, :slots] if slots is not None else tensor
-    chunk = -(-kept // max(1, filled.shape[1] if tensor.ndim > 2 else 1))
-    for a in range(0, kept, max(1, chunk)):
+    chunk = max(1, -(-kept // 8))
+    for a in range(0, kept, chunk):
         part = rows[a : a + chunk]
         filled[a : a + part.numel()] = filled[part]  # rows[i] >= i, so nothing is overwritten before it is read
     return tensor[:kept]

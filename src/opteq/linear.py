@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from opteq.batch import at_least_single, combine, dot, dots, is_zero, lined, norm, per_sample_like, unlined
+from opteq.batch import at_least_single, combine, dot, dots, is_zero, lined, norm, per_sample_like, taken, unlined
 from opteq.checks import check_integer, check_number
 from opteq.convex import ConvexMap, raised
 from opteq.products import product
@@ -27,6 +27,7 @@ class LinearizedMap(Map):
     Its equilibria are the tangent and the adjoint of the equilibrium of `base`.
     """
 
+    fresh: ClassVar[bool] = True
     base: Map
     transposed: bool
     z: Tensor = per_sample()
@@ -108,6 +109,7 @@ class CGState(State):
     """
 
     exact: ClassVar[bool] = False
+    history: ClassVar[tuple[str, ...]] = ("x", "r", "p")
     x: Tensor
     r: Tensor
     p: Tensor
@@ -174,6 +176,10 @@ class LinearDual(Map):
         assert isinstance(self.primal.base, ConvexMap)
         return self.primal.base
 
+    def select(self, rows: Tensor) -> Self:
+        """Of some samples: z and u, which have served their purpose, stay as they are."""
+        return replace(self, primal=replace(self.primal, g=taken(self.primal.g, rows), known=None), root=taken(self.root, rows))
+
     def __call__(self, v: Tensor) -> Tensor:
         """J v + g, without linearising once more."""
         alpha, out = self.base.alpha, self.base.lift(self.base.project(v).mul_(self.root).mul_(self.root))
@@ -186,6 +192,7 @@ class DualCGState(State):
     """The iterate is z + (g + unit W' D^1/2 x / mu) / alpha. x, r and p change in place."""
 
     exact: ClassVar[bool] = False
+    history: ClassVar[tuple[str, ...]] = ("x", "r", "p")
     g: Tensor  # the residual at z
     x: Tensor
     r: Tensor

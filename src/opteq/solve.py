@@ -204,7 +204,7 @@ class State(Tree, ABC):
     """
 
     exact: ClassVar[bool] = True
-    history: ClassVar[tuple[str, ...]] = ()  # large fields of the solver's own, [batch, slots, n], compacted in place
+    history: ClassVar[tuple[str, ...]] = ()  # large fields of the solver's own, [batch, slots, n] or as z, compacted in place
     z: Tensor
     evals: int  # evaluations of f and products with its Jacobian so far; what `linearize` itself evaluates is not counted
 
@@ -528,9 +528,8 @@ class _Loop:
     ) -> None:
         samples, self.eps = z0.shape[0], torch.finfo(z0.dtype).eps
         device = z0.device
-        fn = solver.prepare(fn) if samples else fn
-        self.fn, self.whole, self.solver, self.stop = fn, fn, solver, stop  # fn loses samples, whole does not
-        self.z0 = z0
+        self.fn, self.whole = solver.prepare(fn) if samples else fn, fn  # the first, made ready for the solver, loses samples
+        self.solver, self.stop, self.z0 = solver, stop, z0
         self.start = norm(z0)  # then max(|z0|, |f(z0)|)
         self.best = z0
         self.best_owned = False  # whether `best` may be written to
@@ -596,7 +595,7 @@ class _Loop:
             if known.any() and self.verified:
                 state, z, size, scale = self.verify(state, known, size, scale)
             elif known.any():
-                z = self.candidates(state, known)[2]
+                z = self.candidates(state, known)[1]
         finite = size.isfinite() & scale.isfinite()
         self.peak = torch.where(finite, torch.maximum(self.peak, size), self.peak)
         risen = size > 0.5 * self.peak
@@ -660,8 +659,8 @@ class _Loop:
 
     def verify(self, state: State, wanted: Tensor, size: Tensor, scale: Tensor) -> tuple[State, Tensor, Tensor, Tensor]:
         """Evaluate f at the iterates of the wanted rows, and put the truth in place of the estimate."""
-        fn, rows, z, at = self.candidates(state, wanted)
-        value = fn(at)
+        rows, z, at = self.candidates(state, wanted)
+        value = (self.fn if at is z else self.fn.select(rows))(at)
         self.evals += 1
         size, scale = size.index_copy(0, rows, norm(value - at)), scale.index_copy(0, rows, norm(value))
         failed = (wanted & ~self.meets(size, scale))[rows]
@@ -669,15 +668,14 @@ class _Loop:
             state = state.corrected(rows[failed], at[failed], value[failed])
         return state, z, size, scale
 
-    def candidates(self, state: State, wanted: Tensor) -> tuple[Map, Tensor, Tensor, Tensor]:
-        """The iterates of the wanted rows: f for them, which they are, all iterates, and theirs."""
+    def candidates(self, state: State, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The wanted rows, or all if they are many; the iterates of all; and of those rows."""
         rows = wanted.nonzero()[:, 0]
         if not self.fn.independent or 2 * rows.numel() > wanted.numel():  # copying so many would cost more than they do
             z = state.candidate(self.fn)
-            return self.fn, torch.arange(wanted.numel(), device=wanted.device), z, z
+            return torch.arange(wanted.numel(), device=wanted.device), z, z
         at = state.candidate(self.fn, rows)
-        z = state.z if type(state).candidate is State.candidate else state.z.index_copy(0, rows, at)
-        return self.fn.select(rows), rows, z, at
+        return rows, state.z if type(state).candidate is State.candidate else state.z.index_copy(0, rows, at), at
 
     def turns(self, state: State, z: Tensor, size: Tensor, scale: Tensor) -> Tensor:
         """Whether the residual is rounding only, or changes along itself: for f(z) = z + 1 it does neither, however large z."""

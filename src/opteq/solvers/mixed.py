@@ -109,7 +109,8 @@ class MixedPrecision(Solver):
         far = state.size > self.rtol * state.scale
         far = far if far.any() else state.size > 0  # the loop wants more, or it would not ask
         move, evals = self._correction(fn, state, far)
-        found = residual_at(state.z + move, fn(state.z + move))
+        z = move.add_(state.z)
+        found = residual_at(z, fn(z), fresh=fn.full.fresh)
         helped = found["size"] <= 0.5 * state.size
         if not helped.all():
             fields = {name: torch.where(per_sample_like(helped, new), new, getattr(state, name)) for name, new in found.items()}
