@@ -44,7 +44,7 @@ def train_digits(folder: Path, quick: bool) -> None:
 def look(folder: Path, quick: bool) -> None:
     """What the solvers do, where the iterates go, the spectrum at the equilibria, and the loss around the weights."""
     stages, dataset = load_stages(folder)
-    model, (x, y) = stages["after"], sample(dataset, 64)
+    model, (x, y) = stages["after"], sample(dataset.train, 64)
     residual_curve(model, x).save(folder)
     trajectory({"before": stages["before"], "after": model}, x, y).save(folder)
     spectrum_of(model, x[:8]).save(folder)

@@ -645,3 +645,13 @@ def test_a_broken_promise_is_told():
     monitor, violation = recipes.train_certified(model, X, y, boastful, 3)
     told = recipes.trained_json(monitor, violation)
     assert "loss <=" in told["violation"]
+
+
+def test_a_sample_is_of_the_part_that_is_asked_for_and_always_the_same():
+    digits = Data().load()
+    for split in (digits.train, digits.test):
+        x, y = recipes.sample(split, 5)
+        assert torch.equal(x, recipes.sample(split, 5)[0])
+        assert not torch.equal(x, recipes.sample(split, 5, seed=1)[0])
+        assert all(any(torch.equal(one, other) for other in split.x) for one in x)
+        assert len(y) == 5

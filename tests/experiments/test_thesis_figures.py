@@ -138,18 +138,6 @@ def test_a_basin_at_the_edge_has_a_lower_bound_for_a_width():
     assert [width.bound for width in _thesis.widths(one_line, _thesis.halfway(one_line))] == [False, True]
 
 
-def test_samples_are_of_the_part_that_is_asked_for_and_always_the_same():
-    from opteq import data
-
-    digits = data.load("digits")
-    for split, given in (("train", digits.train), ("test", digits.test)):
-        x, y = _thesis.samples(digits, split, 5)
-        again = _thesis.samples(digits, split, 5)
-        assert torch.equal(x, again[0])
-        assert all(any(torch.equal(one, other) for other in given.x) for one in x)
-        assert len(y) == 5
-
-
 def shown(widths):
     series = {name: None if width is None else surface(width) for name, width in zip(("6", "11", "18", "DEQ"), widths, strict=True)}
     return [all(one["shown"] for one in found.values()) for found in fig44.judge(fig44.measure(series)).values()]

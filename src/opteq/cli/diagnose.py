@@ -84,7 +84,7 @@ class Subject:
     def of(cls, options: Diagnose) -> "Subject":
         """As the options say."""
         stages, dataset = load_stages(options.run)
-        return cls(options.run, stages, *sample(dataset, options.samples, options.seed), dataset.ignore, options.seed)
+        return cls(options.run, stages, *sample(dataset.train, options.samples, options.seed), dataset.ignore, options.seed)
 
     @property
     def model(self) -> nn.Module:

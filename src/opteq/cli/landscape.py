@@ -76,7 +76,7 @@ def _compute(model: nn.Module, dataset: Dataset, options: Landscape) -> diagnost
     try:
         return diagnostics.landscape(
             model,
-            data_loss(*sample(dataset, options.samples), ignore=dataset.ignore),
+            data_loss(*sample(dataset.train, options.samples), ignore=dataset.ignore),
             steps=options.steps,
             span=options.span,
             seed=options.seed,

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 __all__ = [
-    "Measured", "at_least", "at_most", "claim", "clear_gain", "column", "gain", "judged", "mean_error", "ratios", "untestable",
-    "verdict", "within",
+    "Measured", "at_least", "at_most", "claim", "clear_gain", "column", "curve", "gain", "judged", "mean_error", "ratios",
+    "untestable", "verdict", "within",
 ]  # fmt: skip
 
 CLEAR = 2.0  # standard errors that an effect must exceed
@@ -59,6 +59,11 @@ def column(curves: Mapping[str, Sequence[float | None]] | None, name: str) -> li
     """A curve as numbers; NaN for what is missing, and for all of it where the cell failed."""
     values = [None] if curves is None else curves[name]
     return [float("nan") if value is None else value for value in values]
+
+
+def curve(cell: Mapping[str, Any] | None, name: str) -> list[float]:
+    """One of the "curves" in the result of a cell, as numbers; NaN if the cell failed."""
+    return column(None if cell is None else cell["curves"], name)
 
 
 def mean_error(values: Sequence[float | None]) -> tuple[float, float]:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from opteq.data import Dataset
 from opteq.diagnostics import Landscape, data_loss, landscape
 from opteq.diagnostics.basin import Basin
+from opteq.diagnostics.drawing import COLOURS
 from opteq.diagnostics.landscape_figure import LEVELS
 from opteq.experiments import _training
 from opteq.experiments._claims import mean_error
@@ -54,7 +53,7 @@ def surface(settings: dict[str, Any]) -> dict[str, Any]:
     if "diverged" in scores:
         raise RuntimeError(scores["diverged"])
     model, dataset = load_model(place)
-    loss = data_loss(*samples(dataset, settings["split"], settings["samples"]))
+    loss = data_loss(*sample(getattr(dataset, settings["split"]), settings["samples"]))
     seed, steps, span = settings["seed"], settings["steps"], settings["span"]
     found = landscape(model, loss, steps=steps, span=span, seed=seed, file=place / "plane.grid")
     lines = [
@@ -69,14 +68,6 @@ def surface(settings: dict[str, Any]) -> dict[str, Any]:
         "guessing": math.log(len(dataset.classes)),  # the loss where each class has the same probability
         **{name: scores["curves"][name] for name in ("train_loss", "valid_accuracy")},
     }
-
-
-def samples(dataset: Dataset, split: str, count: int) -> tuple[Tensor, Tensor]:
-    """So many samples of the training or the test set, always the same."""
-    if split == "train":
-        return sample(dataset, count)
-    rows = torch.randperm(len(dataset.test), generator=torch.Generator().manual_seed(0))[:count]
-    return dataset.test.x[rows], dataset.test.y[rows]
 
 
 # --- the grid -------------------------------------------------------------------------------------------------------------------
@@ -187,7 +178,7 @@ def draw_surface(axes: "Axes", found: Mapping[str, Any], title: str, limits: tup
     filled = axes.contourf(axis, axis, loss.T, levels=levels, norm="log", cmap="viridis")
     axes.contour(filled, levels=levels[::3], colors="white", linewidths=0.4)
     outline = [] if math.isnan(level) else list(plane(found).basin(level).outline)
-    axes.add_collection(LineCollection(outline, colors="#D55E00", linewidths=1.4, zorder=4))
+    axes.add_collection(LineCollection(outline, colors=COLOURS[1], linewidths=1.4, zorder=4))
     axes.plot(0, 0, marker="+", color="white", markersize=6, zorder=5)
     axes.set(aspect="equal", xlim=(axis[0], axis[-1]), ylim=(axis[0], axis[-1]))
     axes.set_title(title, fontsize=8)

@@ -37,7 +37,7 @@ from torch import Tensor
 from opteq import Stop, data, solve
 from opteq.cells import GaussianDEQ
 from opteq.diagnostics.drawing import COLOURS, new_figure
-from opteq.experiments._claims import Measured, at_most, column, judged, mean_error
+from opteq.experiments._claims import Measured, at_most, curve, judged, mean_error
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
 from opteq.models import Readout
 from opteq.solvers import Picard
@@ -248,11 +248,6 @@ def judge(name: str, series: Series) -> Measured:
 
 
 Cells: TypeAlias = Sequence[dict[str, Any] | None]  # of one width, by seed
-
-
-def curve(cell: dict[str, Any] | None, name: str) -> list[float]:
-    """A curve of a cell as numbers; NaN if it failed."""
-    return column(None if cell is None else cell["curves"], name)
 
 
 def mean_loss(cells: Cells) -> list[float]:

@@ -99,7 +99,7 @@ def follow(settings: dict[str, Any]) -> dict[str, Any]:
     models = [model for name, model in stages.items() if name != "step 0"]  # before, after the epochs 1, 2, ...
     for model in models:
         part(model).stop = Stop(rtol=settings["path_rtol"], max_steps=settings["path_steps"])
-    x, labels = sample(dataset, settings["samples"])
+    x, labels = sample(dataset.train, settings["samples"])
     rows = [measure(model, x, labels) for model in models]
     paths = settings["paths"]
     drawn = trajectory({str(epoch): models[epoch] for epoch in settings["drawn"]}, x[:paths], labels[:paths])

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opteq.diagnostics.drawing import COLOURS, new_figure
-from opteq.experiments._claims import Measured, at_least, at_most, column, judged, ratios, within
+from opteq.experiments._claims import Measured, at_least, at_most, curve, judged, ratios, within
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
 from opteq.experiments._scaledrelu import CHANGE, draw_row, end, settings, train
 
@@ -121,11 +121,6 @@ def cell(config: Config, options: Options, name: str, eta: float, gamma: float, 
     """The settings of one training; the iterations are counted on the first data set."""
     own = {"data": name, "gamma": gamma, "step": eta, "width": config.width, "seed": options.seed, "tolerance": config.tolerance}
     return settings(config, options, **own, counted=first) | ({} if first else {"steps": config.other_steps})
-
-
-def curve(result: Any, name: str) -> list[float]:
-    """A curve of a cell; NaN if it failed."""
-    return column(None if result is None else result["curves"], name)
 
 
 def stable(result: Any) -> bool:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opteq.diagnostics.drawing import COLOURS, new_figure
-from opteq.experiments._claims import Measured, at_least, at_most, column, judged
+from opteq.experiments._claims import Measured, at_least, at_most, curve, judged
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
 from opteq.experiments._scaledrelu import draw_row, end, settings, train
 
@@ -100,11 +100,6 @@ def run(options: Options) -> Result:
         series=series,
         notes=[f"Data sets that were not found: {', '.join(missing)}."] if missing else [],
     )
-
-
-def curve(result: Any, name: str) -> list[float]:
-    """A curve of a cell; NaN if it failed."""
-    return column(None if result is None else result["curves"], name)
 
 
 def value(result: Any, name: str) -> float:

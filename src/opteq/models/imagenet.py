@@ -68,9 +68,7 @@ def opteq_small(
     """
     extractor = ResNet((3, 4, 6, 3), bottleneck=True, stages=stages, in_channels=in_channels)
     layers = [QuickDepthwiseOptEq(extractor.out_channels, 512, 512, alpha=alpha) for _ in range(5)]
-    cell = DeepOptEq(
-        layers, regularizer=regularizer, mode=mode, learn_alpha=learn_alpha, gamma=gamma, evaluation=evaluation
-    )  # fmt: skip
+    cell = DeepOptEq(layers, regularizer=regularizer, mode=mode, learn_alpha=learn_alpha, gamma=gamma, evaluation=evaluation)
     return Classifier(extractor, Equilibrium(cell, solver, stop, gradient, on_failure), TableHead(classes))
 
 
@@ -103,9 +101,7 @@ def opteq_mid(
     """
     extractor = ResNet((3, 4, 6, 3), bottleneck=True, width=2, stages=stages, in_channels=in_channels)
     layers = [TwofoldOptEq(extractor.out_channels, 512, 512, alpha=alpha) for _ in range(3)]
-    cell = DeepOptEq(
-        layers, regularizer=regularizer, mode=mode, learn_alpha=learn_alpha, gamma=gamma, evaluation=evaluation
-    )  # fmt: skip
+    cell = DeepOptEq(layers, regularizer=regularizer, mode=mode, learn_alpha=learn_alpha, gamma=gamma, evaluation=evaluation)
     return Classifier(extractor, Equilibrium(cell, solver, stop, gradient, on_failure), TableHead(classes))
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from opteq.data import Dataset
+from opteq.data import Dataset, Split
 from opteq.equilibrium import Cell
 from opteq.models import Classifier, Readout, Standardize
 from opteq.models.readout import tight_stop
@@ -62,7 +62,7 @@ def unstandardized(dataset: Dataset) -> Standardize:
     return Standardize(like, like + 1)
 
 
-def sample(dataset: Dataset, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """So many training samples, drawn at random but always the same."""
-    rows = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(seed))[:count]
-    return dataset.train.x[rows], dataset.train.y[rows]
+def sample(split: Split, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """So many samples, drawn at random but always the same."""
+    rows = torch.randperm(len(split), generator=torch.Generator().manual_seed(seed))[:count]
+    return split.x[rows], split.y[rows]
