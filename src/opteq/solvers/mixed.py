@@ -127,7 +127,7 @@ class MixedPrecision(Solver):
         unit = torch.where(far & (state.size > 0), state.size, 1)
         g = torch.where(per_sample_like(far, state.r), state.r / per_sample_like(unit, state.r), 0).float()
         wanted = torch.where(far, self.rtol * state.scale / unit, 1).min()
-        stop = Stop(rtol=float(wanted.mul(0.1).clamp(_COARSE, 0.1)), max_steps=self.max_steps)
+        stop = Stop(rtol=float(wanted.mul(0.25).clamp(_COARSE, 0.1)), max_steps=self.max_steps)
         found = solve_map(fn.correction(state.z, g), torch.zeros_like(g), self.linear, stop, verified=False)
         usable = found.z.flatten(1).isfinite().all(1)
         move = torch.where(per_sample_like(usable, g), found.z, 0).to(state.z.dtype)
