@@ -27,6 +27,17 @@ class Activation:
     At a kink the derivative is a generalised one. `strong` is the infimum of sigma'. An activation that is not `monotone` has
     |sigma'| <= lipschitz, strong = 0, and no derived conjugate; the theory is silent on it. `proximal(v, step)` is what `prox`
     computes, by Newton's method if it is not given.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.activations import Activation
+        >>> from opteq.cells import OptEq
+        >>> atan = Activation("atan", torch.atan, lipschitz=1.0)
+        >>> one = torch.ones((), dtype=torch.float64)
+        >>> round(atan.derivative(one).item(), 4), round(atan.integral(one).item(), 4)  # pi / 4 - log(2) / 2
+        (0.5, 0.4388)
+        >>> OptEq(4, 8, 6, activation=atan).bind(torch.randn(3, 4)).sigma.name
+        'atan'
     """
 
     name: str
@@ -245,7 +256,14 @@ def _leaky_proximal(slope: float, v: Tensor, step: float) -> Tensor:
 
 
 def leaky_relu(slope: float) -> Activation:
-    """max(a, 0) + slope min(a, 0)."""
+    """max(a, 0) + slope min(a, 0).
+
+    Examples:
+        >>> import torch
+        >>> from opteq.activations import leaky_relu
+        >>> leaky_relu(0.1).function(torch.tensor([-1.0, 2.0])).tolist(), leaky_relu(0.1).strong
+        ([-0.10000000149011612, 2.0], 0.1)
+    """
     check_number("leaky_relu", "slope", slope, 0.0, open_low=True)
     return Activation(
         f"leaky_relu({slope:g})",
@@ -311,7 +329,14 @@ def _softplus_conjugate(beta: float, s: Tensor) -> Tensor:
 
 
 def softplus(beta: float) -> Activation:
-    """log(1 + exp(beta a)) / beta, a smooth ReLU."""
+    """log(1 + exp(beta a)) / beta, a smooth ReLU.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.activations import softplus
+        >>> softplus(10.0).derivative(torch.tensor([-1.0, 0.0, 1.0])).round(decimals=2).tolist()
+        [0.0, 0.5, 1.0]
+    """
     check_number("softplus", "beta", beta, 0.0, open_low=True)
     return Activation(
         f"softplus({beta:g})",
@@ -353,7 +378,14 @@ def _threshold_proximal(width: float, v: Tensor, step: float) -> Tensor:
 
 
 def soft_threshold(width: float) -> Activation:
-    """sign(a) max(|a| - width, 0), the proximal operator of width |s|."""
+    """sign(a) max(|a| - width, 0), the proximal operator of width |s|.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.activations import soft_threshold
+        >>> soft_threshold(0.5).function(torch.tensor([-1.0, 0.25, 2.0])).tolist()
+        [-0.5, 0.0, 1.5]
+    """
     check_number("soft_threshold", "width", width, 0.0, open_low=True)
     return Activation(
         f"soft_threshold({width:g})",

@@ -102,6 +102,17 @@ def observe(observer: Observer) -> Iterator[None]:
 
     `phase`: "forward", "unrolled" (Unrolled, whose depth is fixed), "backward" or "tangent".
     Unlike `record`, it keeps nothing and costs nothing: for what runs at every step of a training.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import Equilibrium
+        >>> from opteq.cells import OptEq
+        >>> from opteq.equilibrium import observe
+        >>> layer = Equilibrium(OptEq(4, 8, 6))
+        >>> with observe(lambda layer, solution, phase: print(phase, solution.status.name)):
+        ...     layer(torch.randn(3, 4)).sum().backward()
+        forward CONVERGED
+        backward CONVERGED
     """
     before = _observers.get()
     with undone(lambda: _observers.set(before)):

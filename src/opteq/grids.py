@@ -50,7 +50,13 @@ _FIELDS = {"name", "function", "settings", "version", "result", "error", "second
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell: its result, or its error in one line. `cached`: it was found finished; `seconds` are those it took."""
+    """What became of a cell: its result, or its error in one line. `cached`: it was found finished; `seconds` are those it took.
+
+    Examples:
+        >>> from opteq.grids import Outcome
+        >>> Outcome("seed=0", {"accuracy": 0.9}, None, 12.5, cached=False).result["accuracy"]
+        0.9
+    """
 
     name: str
     result: dict[str, Any] | None
@@ -62,7 +68,7 @@ class Outcome:
 def run_grid(
     function: Function,
     cells: Mapping[str, dict[str, Any]],
-    folder: Path,
+    folder: str | Path,
     *,
     executor: Executor,
     retries: int = 1,
@@ -75,6 +81,15 @@ def run_grid(
     there, finished, with the same settings and of this version of the package, is not run again; one that failed is. A cell whose
     worker process died is submitted again, at most `retries` times. `tell` is called here with each outcome as it is known. An
     interrupt (Ctrl-C) cancels the cells that are not finished.
+
+    Examples:
+        >>> from collections import Counter  # a function of a dict that gives one
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> from opteq.grids import run_grid
+        >>> with ThreadPoolExecutor(2) as threads:
+        ...     outcomes = run_grid(Counter, {"one": {"a": 1}, "two": {"a": 2}}, "runs/grid", executor=threads)
+        >>> {name: (outcome.result, outcome.error) for name, outcome in outcomes.items()}
+        {'one': ({'a': 1}, None), 'two': ({'a': 2}, None)}
     """
     _check_function(function)
     check_instance("run_grid", "executor", executor, Executor, "a concurrent.futures.Executor")
@@ -260,6 +275,12 @@ def executor(kind: Kind, *, address: str | None = None, workers: int = 2, thread
     `if __name__ == "__main__":`. "dask": the cluster whose scheduler is at `address`, where this package is installed; without
     an address, one of `workers` processes on this machine, for as long as it is needed. Dask itself runs the cells of a worker that
     died on others, and gives a cell up after a few deaths (`distributed.scheduler.allowed-failures`).
+
+    Examples:
+        >>> from opteq.grids import executor
+        >>> with executor("local", workers=1) as workers:
+        ...     workers.submit(abs, -3).result()
+        3
     """
     if kind not in get_args(Kind):
         raise ValueError(invalid("executor", "kind", " or ".join(map(repr, get_args(Kind))), kind))

@@ -26,7 +26,14 @@ _RATIO = 32  # points of the grid of frequencies per degree of the kernel: 1 / c
 
 @dataclass(frozen=True)
 class Norm:
-    """||W||: `exact` up to rounding; a `bound` is never below it, an `estimate` never above it."""
+    """||W||: `exact` up to rounding; a `bound` is never below it, an `estimate` never above it.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.spectral import Norm
+        >>> Norm(torch.tensor(0.5), "bound", "fft")
+        Norm(<= 0.5, bound by fft)
+    """
 
     value: Tensor  # 0-d
     evidence: Evidence
@@ -63,6 +70,16 @@ def operator_norm(operator: Operator, size: Sequence[int] | None = None, *, meth
 
     `method="lanczos"` estimates the norm of any operator from its products, in double precision, without gradients.
     It can only be too small. An operator that is none of the above takes the shape of one sample as its `size`.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.operators import Conv, Dense
+        >>> from opteq.spectral import operator_norm
+        >>> operator_norm(Dense(torch.diag(torch.tensor([3.0, 1.0]))))
+        Norm(= 3, exact by svd)
+        >>> sum_of_nine = Conv(torch.ones(1, 1, 3, 3), "circular")
+        >>> operator_norm(sum_of_nine, (8, 8)).evidence, operator_norm(sum_of_nine).evidence
+        ('exact', 'bound')
     """
     check_instance("operator_norm", "operator", operator, Operator, "an Operator")
     _check_size(operator, size)
@@ -85,6 +102,13 @@ def scale_to(operator: Operator, limit: float) -> Tensor:
 
     A weight multiplied by it has ||W|| <= limit, its own rounding included: the bound is enlarged by some units in the
     last place (1e-5 for 64 channels in single precision), and the factor is exactly 1 below that.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.operators import Dense
+        >>> from opteq.spectral import scale_to
+        >>> [round(scale_to(Dense(size * torch.eye(2)), 1.0).item(), 3) for size in (0.5, 4.0)]
+        [1.0, 0.25]
     """
     check_number("scale_to", "limit", limit, 0, open_low=True)
     if isinstance(operator, Dense):
@@ -111,6 +135,14 @@ class NormBall(nn.Module):
     `build` makes the operator of a weight, e.g. `Dense`, `Conv` or `lambda W: Conv(W, "circular")`. The norm holds for
     images of every size. Weights inside the ball are returned as they are; see `scale_to` for the rounding at its edge.
     A weight is assigned as it is (`right_inverse`) and read scaled.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.spectral import NormBall
+        >>> layer = torch.nn.utils.parametrize.register_parametrization(torch.nn.Linear(4, 4), "weight", NormBall(0.9))
+        >>> layer.weight = 10 * torch.eye(4)
+        >>> round(torch.linalg.matrix_norm(layer.weight, 2).item(), 3)
+        0.9
     """
 
     def __init__(self, limit: float, build: Callable[[Tensor], Operator] = Dense) -> None:

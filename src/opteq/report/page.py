@@ -35,6 +35,15 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
     `out`: a file, or a folder for report.html; by default the first run's. The file needs no network; it suits phones, light and
     dark screens, and paper; without JavaScript its figures stand still. A folder without a run is a RunError; what is missing in
     a run is left out, and what is damaged noted.
+
+    Examples:
+        >>> import torch
+        >>> from opteq import report
+        >>> from opteq.training import TrainConfig, fit
+        >>> data = torch.randn(32, 4), torch.randint(2, (32,))
+        >>> result = fit(torch.nn.Linear(4, 2), data, config=TrainConfig(epochs=2), folder="runs/linear", verbose=False)
+        >>> report.write(["runs/linear"]).as_posix()
+        'runs/linear/report.html'
     """
     if isinstance(folders, (str, Path)):
         raise TypeError(invalid("report.write", "folders", "a list of run folders", folders))

@@ -36,6 +36,13 @@ def serve(folders: Sequence[str | Path], port: int = 0) -> "Server":
 
     The page loads itself anew when files of the runs change, and says so where the server is gone. A folder that holds no run yet
     is waited for; what goes wrong in reading or rendering is shown, and tried again at the next change.
+
+    Examples:
+        >>> from urllib.request import urlopen
+        >>> from opteq import report
+        >>> with report.serve(["runs/to-come"]) as server:
+        ...     b"runs/to-come" in urlopen(server.address).read()
+        True
     """
     if isinstance(folders, (str, Path)):
         raise TypeError(invalid("report.serve", "folders", "a list of run folders", folders))
@@ -48,7 +55,15 @@ def serve(folders: Sequence[str | Path], port: int = 0) -> "Server":
 
 
 class Server:
-    """A server at `address`, at work from the start to `close`; also a context manager."""
+    """A server at `address`, at work from the start to `close`; also a context manager.
+
+    Examples:
+        >>> from opteq import report
+        >>> server = report.serve(["runs/to-come"])
+        >>> server.address.startswith("http://127.0.0.1:")
+        True
+        >>> server.close()
+    """
 
     def __init__(self, folders: list[Path], port: int) -> None:
         try:

@@ -30,6 +30,15 @@ class Checkpoint:
     `tensors`: flat, any names but "__metadata__", any dtype that safetensors has, any device; they come back on the CPU.
     `state`: JSON (None, bool, int, float, str, list, dict with string keys). Floats come back bit by bit, infinities and NaN too;
     tuples come back as lists.
+
+    Examples:
+        >>> import torch
+        >>> from opteq.runs import Checkpoint, Run
+        >>> with Run.create("runs/kept", {"lr": 0.1}) as run:
+        ...     run.save(Checkpoint(20, {"W": torch.eye(2)}, {"best": float("inf")}))
+        >>> found = Run.read("runs/kept").latest()
+        >>> found.step, found.tensors["W"].tolist(), found.state
+        (20, [[1.0, 0.0], [0.0, 1.0]], {'best': inf})
     """
 
     step: int

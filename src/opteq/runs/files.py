@@ -21,11 +21,34 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 class RunError(RuntimeError):
-    """A run folder could not be used: one line that says what happened, and the remedy."""
+    """A run folder could not be used: one line that says what happened, and the remedy.
+
+    Examples:
+        >>> from opteq.runs import Run, RunError
+        >>> try:
+        ...     Run.read("runs/nowhere")
+        ... except RunError as error:
+        ...     print("runs/nowhere" in str(error))
+        True
+    """
 
 
 class RunWarning(UserWarning):
-    """A run folder was usable, but not as it should be."""
+    """A run folder was usable, but not as it should be.
+
+    Examples:
+        >>> import warnings
+        >>> from opteq.runs import Checkpoint, Run, RunWarning
+        >>> with Run.create("runs/damaged", {}) as run:
+        ...     for step in (1, 2):
+        ...         run.save(Checkpoint(step, {}, {}))
+        >>> _ = (run.folder / "checkpoints" / "step-00000002.json").write_text("what is this?")
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always", RunWarning)
+        ...     found = Run.read("runs/damaged").latest()
+        >>> found.step, caught[0].category.__name__
+        (1, 'RunWarning')
+    """
 
 
 @contextmanager
@@ -43,6 +66,13 @@ def write_atomic(path: Path, content: bytes | str | Callable[[BinaryIO], object]
     """Replace the file as a whole: after a kill or a failure at any moment there is the old one or the new one.
 
     A callable is given the open temporary file, which lies in the same folder and is removed on failure.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from opteq.runs import write_atomic
+        >>> write_atomic(Path("figures.json"), "{}")
+        >>> Path("figures.json").read_text()
+        '{}'
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

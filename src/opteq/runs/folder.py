@@ -22,6 +22,14 @@ class Run:
     """A run folder: config.json, environment.json, metrics.jsonl, checkpoints/step-00000120.{safetensors,json}, run.lock.
 
     Made by `create`, `open` (to resume) or `read` (to look). One process writes at a time; the lock ends with it, however it ends.
+
+    Examples:
+        >>> from opteq.runs import Run
+        >>> with Run.create("runs/mine", {"lr": 0.1}) as run:
+        ...     run.log({"kind": "step", "step": 1, "loss": 2.5})
+        >>> again = Run.read("runs/mine")
+        >>> again.config, again.metrics()
+        ({'lr': 0.1}, [{'kind': 'step', 'step': 1, 'loss': 2.5}])
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], keep: int = 3) -> None:

@@ -11,7 +11,13 @@ import torch
 
 
 def environment() -> dict[str, Any]:
-    """What a run depends on outside of its configuration, without names of hosts and users."""
+    """What a run depends on outside of its configuration, without names of hosts and users.
+
+    Examples:
+        >>> from opteq.runs import environment
+        >>> sorted(environment())[:4]
+        ['cpus', 'devices', 'git_dirty', 'git_revision']
+    """
     revision, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     return {
         "python": platform.python_version(),
