@@ -70,15 +70,11 @@ CLAIMS = {
 }
 _QUICK = (
     "After 400 steps of training, on maps of 4 x 4, f forgets z sooner than in the paper, whose network was trained for 80,000 "
-    "steps: five steps leave a residual of 8e-4, there 1.2e-2. "
+    "steps: five steps leave a residual of 7e-4, there 1.2e-2. "
 )
 WHY = {
     "accuracy": f"{_QUICK}So all networks compute nearly the same, and their accuracies differ by 0.4 points at most.",
-    "residual": f"{_QUICK}It falls to 9e-7 at K = 10; at K = 20 and 40 it is that of rounding, 1.5e-7.",
-    "equal_residual": f"{_QUICK}The unrolling of equal residual has 6 steps with 1e-3, and the implicit way takes 0.96 times as "
-    "long; with 1e-2 it has 4 steps, and takes as long (1.01). Memory is 2.3 to 2.6 times less.",
-    "memory": "15 MB with 1e-3 and 13 MB with 1e-2: perhaps because the backward solve makes too few steps with the looser "
-    "tolerance to need a basis (not tested). Both are less than half of what K = 5 takes.",
+    "residual": f"{_QUICK}It falls to 1e-6 at K = 10; at K = 20 and 40 it is that of rounding, 1.5e-7.",
 }
 IMPLICIT = {"implicit, 1e-3": 1e-3, "implicit, 1e-2": 1e-2}
 
