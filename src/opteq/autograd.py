@@ -102,7 +102,9 @@ class Problem:
 
     def derived(self, fn: Map, dtype: torch.dtype, phase: str) -> "Problem":
         """The problem of the adjoint or the tangent of fn."""
-        return replace(self, solver=self.linear(fn, dtype), stop=self.linear_stop(dtype), phase=phase, amend=None, aim=1.0, taped=False)
+        return replace(
+            self, solver=self.linear(fn, dtype), stop=self.linear_stop(dtype), phase=phase, amend=None, aim=1.0, taped=False
+        )
 
 
 @dataclass

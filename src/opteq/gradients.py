@@ -55,7 +55,7 @@ class Gradient(ABC):
 
 def default_solver(fn: Map) -> Solver:
     """The method taken when none is named: Newton on the dual of a convex map, where that is cheaper; Peaceman-Rachford for a
-    monotone map with a resolvent; else Anderson.
+    monotone map with a resolvent; else Anderson. Large maps in float64 take it `in_mixed_precision`.
 
     It depends on the map only, never on the batch, so that a sample is solved in the same way alone and among others.
     """

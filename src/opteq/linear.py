@@ -305,8 +305,8 @@ _FORESEEN = 2.0  # times the last rate of the terms of a series is what the next
 class GMRESState(State):
     """Arnoldi's method from z, for each sample: (I - M) V' = V' H, and H = Q' R by accumulated rotations.
 
-    z, V, R and Q change in place. A sample that sums the series has no columns: z is its sum so far, and beta V_0 its next term, which
-    is the residual at z. Its iterate has that term, too, and what this leaves is foreseen from the `rate` of the terms.
+    z, V, R and Q change in place. A sample that sums the series has no columns: z is its sum so far, and beta V_0, which is the
+    residual at z, its next term. Its iterate has that term, too, and what this leaves is foreseen from the `rate` of the terms.
     """
 
     exact: ClassVar[bool] = False
