@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 
 from opteq import Equilibrium, Map, Status, Stop, record
 from opteq.cells import FunctionCell, OptEq
-from opteq.gradients import Implicit
+from opteq.equilibrium import observe
+from opteq.gradients import Implicit, Unrolled
 from opteq.linear import CG, GMRES, Neumann
 from opteq.solvers import Anderson, Broyden, Newton, Picard
 from problems import FEATURES, INPUTS, SOLVABLE, Affine, Problem, with_norm, zoo
@@ -641,3 +643,54 @@ def test_no_graph_is_kept_where_nobody_will_differentiate():
     f.A.requires_grad_(False)
     assert layer(x).grad_fn is None
     assert layer(x.requires_grad_()).grad_fn.tape.operands[-1].requires_grad == x.requires_grad
+
+
+class LearnedStart(OptEq):
+    """An OptEq that begins at a parameter, which is 0 at first."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4, 5)
+        self.start = nn.Parameter(torch.zeros(4))
+
+    def initial(self, x: Tensor) -> Tensor:
+        return self.start.expand(len(x), -1)
+
+
+def test_a_start_of_zero_is_differentiated_and_mapped_over():
+    torch.manual_seed(0)
+    cell = LearnedStart()
+    Equilibrium(cell, gradient=Unrolled(1))(torch.randn(2, 3)).sum().backward()
+    assert cell.start.grad.abs().sum() > 0
+    layer, x, z0 = Equilibrium(OptEq(3, 4, 5), gradient=Unrolled(2)), torch.randn(6, 2, 3), torch.zeros(6, 2, 4)
+    mapped = vmap(lambda x, z: layer.solve(x, z).z)(x, z0)
+    torch.testing.assert_close(mapped, torch.stack([layer(one) for one in x]))
+
+
+def test_a_checkpoint_solves_forward_twice_and_no_more():
+    f, solved = Counted([]), []
+    layer = tight(FunctionCell(f, (4,)), gradient=Implicit(stop=TIGHT))
+    with observe(lambda layer, solution, phase: solved.append(phase)):
+        torch.utils.checkpoint.checkpoint(layer, randn(1, 4, seed=1).requires_grad_(), use_reentrant=False).sum().backward()
+    assert sorted(solved) == ["backward", "forward", "forward"]
+
+
+def test_a_solver_with_steps_of_its_own_is_given_the_map_itself():
+    class Looking(Picard):
+        def step(self, fn, state):
+            fn.linearize(state.z)
+            return super().step(fn, state)
+
+    f, x = Counted([]), randn(1, 4, seed=1).requires_grad_()
+    z = tight(FunctionCell(f, (4,)), solver=Looking())(x)
+    assert z.grad_fn.tape is None
+
+
+def test_an_adjoint_that_meets_its_tolerance_at_the_last_step_has_converged():
+    for steps in range(1, 9):
+        f, x = Counted([]), randn(6, 4, seed=1).requires_grad_()
+        layer = Equilibrium(
+            FunctionCell(f, (4,)), stop=TIGHT, gradient=Implicit(Stop(1e-3, 0.0, steps), GMRES(restart=2)), on_failure="ignore"
+        )
+        with record() as log:
+            layer(x).sum().backward()
+        assert torch.equal(log[-1].converged, log[-1].residual <= 1e-3)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from opteq import ConvergenceError, ConvergenceWarning, Equilibrium, Solution, Solver, Status, Stop, record
-from opteq.cells import FunctionCell, OptEq
+from opteq.cells import DeepOptEq, FunctionCell, OptEq
 from opteq.gradients import Gradient, Implicit, JacobianFree, Phantom, Unrolled, gradient_error
 from opteq.linear import CG, GMRES
+from opteq.regularizers import HSIC
 from opteq.solvers import Anderson, Broyden, Newton, Picard
 from problems import FEATURES, SOLVABLE, Affine, with_norm, zoo
 
@@ -526,3 +527,19 @@ def test_gradient_error_of_a_function_that_captures_single_precision():
 def test_gradient_error_of_a_vanishing_gradient_is_zero():
     layer = Equilibrium(FunctionCell(lambda z, x: 0 * x, (3,)))
     assert gradient_error(layer, torch.ones(2, 3)) == 0
+
+
+def test_what_met_the_tolerance_and_was_sent_on_has_converged():
+    """The residual of a non-normal map falls and rises again: at every limit of the steps a sample is judged by its best."""
+    A = torch.tensor([[0.9, 0.0], [3.0, -0.9]], dtype=torch.float64)
+    cell, x = FunctionCell(lambda z, x: z @ A.T + x, (2,)), torch.tensor([[1.0, -2.0], [0.5, 3.0]], dtype=torch.float64)
+    for steps in range(1, 120):
+        found = Equilibrium(cell, Picard(), Stop(1e-2, 0.0, steps), on_failure="ignore").solve(x)
+        assert torch.equal(found.converged, found.residual <= 1e-2), steps
+
+
+def test_batches_whose_samples_depend_on_each_other_end_where_they_met_the_tolerance():
+    torch.manual_seed(0)
+    cell = DeepOptEq([OptEq(4, 8, 16), OptEq(4, 8, 12, alpha=0.5)], regularizer=HSIC(), gamma=0.01).double()
+    found = Equilibrium(cell, stop=Stop(rtol=1e-3, max_steps=200), on_failure="ignore").solve(torch.randn(5, 4).double())
+    assert torch.equal(found.converged, found.residual <= 1e-3)

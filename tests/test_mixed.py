@@ -115,3 +115,37 @@ def test_gradients_by_default_are_exact_in_float64(make, monkeypatch):
     assert len(made) == 2
     assert (found - exact).norm() < 1e-7 * exact.norm()
     assert torch.autograd.gradcheck(lambda x: Equilibrium(cell, stop=Stop(rtol=1e-12))(x).sum(), x.requires_grad_(), eps=1e-5)
+
+
+@pytest.mark.parametrize("size", [0.9, 2.0])
+@pytest.mark.parametrize("scale", [1.0, 1e39])
+def test_the_dual_goes_on_in_float64_with_weights_and_numbers_of_all_kinds(size, scale):
+    torch.manual_seed(0)
+    cell, x = scaled(OptEq(4, 260, 260), size**0.5).double(), scale * torch.randn(3, 4, dtype=torch.float64)
+    found = Equilibrium(cell, on_failure="ignore").solve(x)
+    assert found.converged.all() or size > 1
+    found.z.sum().backward()
+    value = cell.bind(x)(found.z)
+    met = (value - found.z).norm(dim=1) <= 1e-4 * value.norm(dim=1)
+    assert torch.equal(met, found.converged)
+
+
+def test_adjoints_in_the_dual_go_on_in_float64(monkeypatch):
+    torch.manual_seed(0)
+    cell, x = scaled(OptEq(4, 260, 260), 0.9).double(), torch.randn(3, 4, dtype=torch.float64)
+    wanted = torch.autograd.grad(Equilibrium(cell, stop=Stop(rtol=1e-10))(x).sum(), cell.W)[0]
+    layer = Equilibrium(cell, stop=Stop(rtol=1e-10), on_failure="raise")
+    z = layer(x)
+    helpless = (torch.zeros(3, 260, dtype=torch.float64), 1)
+    monkeypatch.setattr(MixedPrecision, "_correction", lambda self, fn, state, far: helpless)
+    torch.testing.assert_close(torch.autograd.grad(z.sum(), cell.W)[0], wanted, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", [lambda: GaussianDEQ(4, 260), lambda: OptEq(4, 260, 260), lambda: Monotone(4, 260)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_sample_has_the_same_z_alone_and_among_others(make, seed):
+    torch.manual_seed(seed)
+    layer, x = Equilibrium(make().double(), stop=Stop(rtol=1e-10)), torch.randn(8, 4, dtype=torch.float64)
+    together = layer(x).detach()
+    alone = torch.cat([layer(x[i : i + 1]).detach() for i in range(8)])
+    assert ((together - alone).norm(dim=1) <= 1e-12 * together.norm(dim=1)).all()

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from opteq.batch import laid_out, norm, per_sample_like
 from opteq.checks import is_transformed, undone
 from opteq.linear import LinearizedMap
-from opteq.solve import Jacobian, Map, Solution, Solver, Status, Stop, Trace, check_tensor, pullback, relative, solve_map
+from opteq.solve import Jacobian, Map, Solution, Solver, Status, Stop, Trace, check_tensor, evaluates, pullback, relative, solve_map
 
 Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # z, codes, residual, steps
 
@@ -150,14 +150,19 @@ def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = 
     problem, found = _heard(problem), Record()
     if closed or (closed is None and _is_closed(fn, z0)):
         operands = [leaf.tensor for leaf in fn.leaves()]
-        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
-        if problem.taped and problem.solver.evaluates and wanted and _ordinary(*operands):
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in operands) and _ordinary(z0, *operands)
+        if problem.taped and evaluates(problem.solver) and wanted and not _hooked():
             found.tape = Tape(fn, operands)
         outputs: Outputs = call(_Equilibrium, problem, fn.emptied(), found, z0.detach(), *operands)
     else:
         outputs = _attach(fn, z0, problem, found)
     z, codes, residual, steps = outputs
     return Solution(z, codes, residual, steps, found.evals, problem.stop, found.trace), found
+
+
+def _hooked() -> bool:
+    """Whether somebody else decides what becomes of saved tensors: torch.utils.checkpoint runs forward anew for every look."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _heard(problem: Problem) -> Problem:
@@ -422,7 +427,7 @@ def _adjoint(
     solution = solve_map(equation, torch.zeros_like(g), derived.solver, stop, _empty_trace(derived.logs), verified=False)
     image, *found = torch.autograd.grad(value(), [z, *chosen], solution.z, allow_unused=True, retain_graph=True)
     measured = _measured(replace(solution, stop=derived.stop), g if image is None else image + g)
-    if bool((measured.converged == solution.converged).all()):
+    if not bool((solution.converged & ~measured.converged).any()):
         _tell(measured, derived, Record())
         return found
     v = _run(equation, solution.z, derived, Record())[0]  # an estimate was too good to be true
@@ -435,8 +440,9 @@ _BELIEVED = 0.95  # the part of a tolerance that estimates must meet, so that ro
 def _measured(solution: Solution, image: Tensor) -> Solution:
     """A solution that was believed, with its true residual: f at it is at hand."""
     size, scale = norm(image - solution.z), norm(image)
-    met = solution.converged & (size <= solution.stop.atol + solution.stop.rtol * scale)
-    codes = torch.where(solution.converged & ~met, tuple(Status).index(Status.MAX_STEPS), solution.codes)
+    met, stopped = size <= solution.stop.atol + solution.stop.rtol * scale, tuple(Status).index(Status.MAX_STEPS)
+    open_ = solution.converged | (solution.codes == stopped)
+    codes = torch.where(open_, torch.where(met, 0, stopped), solution.codes)
     return replace(solution, residual=relative(size, scale), codes=codes, evals=solution.evals + 1)
 
 

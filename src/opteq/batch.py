@@ -96,6 +96,11 @@ def is_zero(z: Tensor) -> bool:
     return bool((low == 0) & (high == 0))
 
 
+def begins_at_zero(z0: Tensor) -> bool:
+    """Whether z0 = 0, where nobody differentiates or maps over it: then f(z0) needs no product with it."""
+    return not torch.is_grad_enabled() and not is_transformed(z0) and is_zero(z0)
+
+
 def sound_samples(x: Tensor) -> Tensor:
     """Which samples are finite throughout."""
     return lined(x.isfinite()).all(dim=1)
@@ -127,12 +132,12 @@ def combine(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def compacted(tensor: Tensor, rows: Tensor, slots: int | None = None) -> Tensor:
-    """Some rows (ascending) of a solver's own tensor, moved to its front in place: memory never holds more than an eighth twice.
+    """Some rows (ascending) of a solver's own tensor, moved to its front in place: memory never holds more than a small part twice.
 
     Of the slots of a history [batch, slots, n], only the first ones are moved, if a number is given.
     """
     kept, filled = rows.numel(), tensor[:, :slots] if slots is not None else tensor
-    chunk = max(1, -(-kept // 8))
+    chunk = max(1, -(-kept // max(8, filled.shape[1] if tensor.ndim == 3 else 1)))
     for a in range(0, kept, chunk):
         part = rows[a : a + chunk]
         filled[a : a + part.numel()] = filled[part]  # rows[i] >= i, so nothing is overwritten before it is read

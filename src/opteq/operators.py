@@ -31,7 +31,7 @@ Padding: TypeAlias = Literal["zeros", "circular"]
 
 
 class Operator(Tree, ABC):
-    """W: a frozen dataclass of tensors with two products."""
+    """W: a frozen dataclass of tensors with two products, whose results are in memory of their own."""
 
     @abstractmethod
     def __call__(self, z: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ __all__ = ["affine", "inverse", "linear", "product"]
 
 _LEAST = 2**21  # multiplications from which it pays: below, a call takes longer than the product
 
+_SKEW = 10.0  # the largest |A - A'| / |A + A'| of a matrix that is inverted without pivots
+
 _SMALL = 128  # the side of a matrix below which LAPACK inverts it faster
 
 
@@ -47,16 +49,27 @@ def linear(x: Tensor, W: Tensor, b: Tensor | None = None) -> Tensor:
 
 
 def inverse(A: Tensor) -> Tensor:
-    """A^-1 of a matrix with A + A' positive definite, which needs no pivots: by halves, as products, where these are fast."""
+    """A^-1 of a matrix with A + A' positive definite, which needs no pivots: by halves, as products, where these are fast.
+
+    Digits are lost where A - A' is many times A + A': LAPACK, which has pivots, inverts such an A.
+    """
+    plain = (torch.is_grad_enabled() and A.requires_grad) or not _quick(A, A)
+    if plain or bool((A - A.T).norm() > _SKEW * (A + A.T).norm()):
+        whole: Tensor = torch.linalg.inv(A)
+        return whole
+    return _inverse(A)
+
+
+def _inverse(A: Tensor) -> Tensor:
     half = len(A) // 2
-    if len(A) < _SMALL or not _quick(A, A) or (torch.is_grad_enabled() and A.requires_grad):
+    if len(A) < _SMALL or not _quick(A, A):
         whole: Tensor = torch.linalg.inv(A)
         return whole
     above, below = A[:half], A[half:]
     first, right, low = above[:, :half].contiguous(), above[:, half:].contiguous(), below[:, :half].contiguous()
-    first = inverse(first)
+    first = _inverse(first)
     left = product(low, first)
-    last = inverse(below[:, half:] - product(left, right))  # of the Schur complement, which is positive definite again
+    last = _inverse(below[:, half:] - product(left, right))  # of the Schur complement, which is positive definite again
     corner = product(product(first, right), last)
     out = torch.empty_like(A)
     out[:half, :half] = first + product(corner, left)

@@ -316,6 +316,12 @@ class Solver(ABC):
         """The state one step on."""
 
 
+def evaluates(solver: Solver) -> bool:
+    """Whether its steps are of the kind that `Solver.evaluates` promises: a class with other steps has to say so itself."""
+    own = next(kind for kind in type(solver).__mro__ if "step" in vars(kind))
+    return bool(vars(own).get("evaluates", False))
+
+
 @dataclass(frozen=True)
 class Trace:
     """At each step: which samples were still being solved, how far each one was, what that had cost and, if asked for, where.
@@ -545,7 +551,8 @@ class _Loop:
         self.before = torch.full_like(self.start, math.inf)  # |f(z) - z| one step before
         self.soon = torch.zeros(samples, dtype=torch.bool, device=device)  # foreseen to meet the tolerance one step on
         self.aim, self.verified = aim, verified
-        self.last = last if solver.evaluates else None
+        self.met = torch.zeros_like(self.live)  # the best iterate meets the tolerance, but not yet what is aimed at
+        self.last = last if evaluates(solver) else None
         self.evals = 0  # evaluations made here, beside the solver's own
         self.trace = trace
         self.far = max(
@@ -613,15 +620,29 @@ class _Loop:
         residual = relative(size, scale)
         better = self.live & known & finite & ~runaway & (~(residual >= self.residual[self.rows]) | self.solver.selective)
         if self.fn.coupled:  # iterates of different steps do not go together
-            better &= ~(residual.nan_to_num(0.0, math.inf).max() >= self.residual.max())
-        self.keep(good | (better & ~(risen & (growth > self.far))), z, residual)
+            sound = bool((known & finite & ~runaway)[self.live].all())
+            worse = residual.nan_to_num(0.0, math.inf).max() >= self.residual.max()
+            better = self.live & sound & (~worse | self.solver.selective)
+        better &= ~(risen & (growth > self.far))
+        self.keep(good | better, z, residual)
         if self.trace is not None:
             self.trace = self.traced(self.trace, state, z, known, residual)
         lost = runaway | risen & (growth > (self.far if last else self.too_far))
         self.finish(good, 0, step)
+        if self.aim < 1:
+            self.settle(better & ~risen, self.meets(size, scale), last, step)
         self.finish(~finite, _NONFINITE, step)
         self.finish(lost, _DIVERGED, step)
         return state
+
+    def settle(self, kept: Tensor, meets: Tensor, last: bool, step: int) -> None:
+        """Samples that met the tolerance, and were sent on for less of it, end at their best where they do not get there."""
+        done = self.live & self.met & (~meets | last)
+        self.finish(torch.full_like(done, bool(done.any())) if self.fn.coupled else done, 0, step)
+        met = kept & meets
+        self.met |= met & bool(met[self.live].all()) if self.fn.coupled else met
+        if last:
+            self.finish(self.met, 0, step)
 
     def uneventful(self, state: State, size: Tensor, scale: Tensor) -> bool:
         """Whether every live sample is on its way: then there is no more to do than to note it, which most steps come to."""
@@ -633,9 +654,14 @@ class _Loop:
         if state.exact:
             residual = size / scale
             calm &= ~(residual >= self.residual[self.rows])
+        if self.aim < 1:
+            meets = self.meets(size, scale)
+            calm &= meets | ~self.met
         if not bool((calm | ~self.live).all()):
             return False
         self.peak, self.before = torch.maximum(self.peak, size), size
+        if self.aim < 1 and state.exact:
+            self.met |= meets & (size <= 0.5 * self.peak)
         if residual is not None:
             self.latest = state.z
             self.residual[self.rows[self.live]] = residual[self.live]
@@ -742,7 +768,7 @@ class _Loop:
         rows = self.live.nonzero()[:, 0]
         self.fn = self.fn.select(rows)  # one after the other: the old one is freed before the next is made
         state = state.select(rows)
-        self.rows, self.live, self.soon = self.rows[rows], self.live[rows], self.soon[rows]
+        self.rows, self.live, self.soon, self.met = self.rows[rows], self.live[rows], self.soon[rows], self.met[rows]
         self.start, self.peak, self.before = self.start[rows], self.peak[rows], self.before[rows]
         return state
 

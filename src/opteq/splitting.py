@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opteq.activations import Activation
-from opteq.batch import is_zero, norm, per_sample_like
+from opteq.batch import begins_at_zero, norm, per_sample_like
 from opteq.operators import Dense, Factors, Operator
 from opteq.products import affine
 from opteq.solve import Jacobian, Map, per_sample
@@ -37,7 +37,7 @@ class ActivationMap(Map):
         return self.sigma.over(self.hidden(z))
 
     def begin(self, z0: Tensor) -> Tensor:
-        return self.sigma.over(self.u.clone()) if is_zero(z0) else self(z0)
+        return self.sigma.over(self.u.clone()) if begins_at_zero(z0) else self(z0)
 
     def linearize(self, z: Tensor) -> Jacobian:
         """J = D W, D = diag(sigma'(W z + u))."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from opteq.activations import Activation, find_activation
-from opteq.batch import added, blank_images, is_zero, quick_images
+from opteq.batch import added, begins_at_zero, blank_images, quick_images
 from opteq.checks import check_instance, check_integer, check_number, check_shape, invalid
 from opteq.convex import ConvexMap, DualMap
 from opteq.equilibrium import Cell
@@ -50,7 +50,7 @@ class OptEqMap(Map):
         return blend(self.alpha, self.plain(z), z)
 
     def begin(self, z0: Tensor) -> Tensor:
-        return self.alpha * self.lift(self.sigma(self.u)) if is_zero(z0) else self(z0)
+        return self.alpha * self.lift(self.sigma(self.u)) if begins_at_zero(z0) else self(z0)
 
     def linearize(self, z: Tensor) -> Jacobian:
         """J = (alpha / mu) W' D W + (1 - alpha) I, D = diag(sigma'(W z + u)): symmetric."""

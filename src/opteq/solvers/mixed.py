@@ -7,12 +7,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from opteq.batch import is_zero, per_sample_like
+from opteq.batch import is_zero, per_sample_like, sound_samples
 from opteq.checks import check_instance, check_integer, check_number
 from opteq.linear import LinearizedMap
 from opteq.solve import Map, ResidualState, Solver, State, Stop, residual_at, solve_map
 
 _COARSE = 1e-5  # the relative residual that float32 reaches with ease
+_FINE = 1e-9  # the tolerance from which a sample must have the same z alone and among others, to much less than this
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,38 @@ class MixedMap(Map):
 
 
 @dataclass(frozen=True)
+class FullState(State):
+    """The state of the solver that goes on in float64."""
+
+    inner: State
+
+    @classmethod
+    def of(cls, inner: State, evals: int = 0) -> Self:
+        inner = replace(inner, evals=inner.evals + evals)
+        return cls(inner.z, inner.evals, inner)
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.inner.exact
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        return self.inner.estimate()
+
+    def value(self) -> Tensor:
+        return self.inner.value()
+
+    def candidate(self, fn: Map, rows: Tensor | None = None) -> Tensor:
+        assert isinstance(fn, MixedMap)
+        return self.inner.candidate(fn.prepared, rows)
+
+    def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
+        return self.of(self.inner.corrected(rows, z, fz))
+
+    def select(self, rows: Tensor) -> Self:
+        return self.of(self.inner.select(rows))
+
+
+@dataclass(frozen=True)
 class MixedPrecision(Solver):
     """Solve in float32, then z <- z + c with c = J c + (f(z) - z): the residual in float64, the correction in float32.
 
@@ -91,23 +124,34 @@ class MixedPrecision(Solver):
     def init(self, fn: Map, z0: Tensor) -> ResidualState:
         """The solution in float32, and its residual in float64; z0 itself where float32 fails, or z0 is as good."""
         assert isinstance(fn, MixedMap)
+        given, fine = None, torch.zeros(len(z0), dtype=torch.bool, device=z0.device)
         if not is_zero(z0):
             given = residual_at(z0, fn(z0))
-            if (given["size"] <= _COARSE * given["scale"]).all():
+            fine = given["size"] <= _COARSE * given["scale"]
+            if fine.all():
                 return ResidualState(evals=1, **given)
         stop = Stop(rtol=max(_COARSE, 0.3 * self.rtol), max_steps=self.max_steps)
         coarse = self.linear if isinstance(fn.single, LinearizedMap) else self.solver
         found = solve_map(fn.single, z0.float(), coarse, stop, verified=False)
-        usable = found.z.flatten(1).isfinite().all(1)
-        z = torch.where(per_sample_like(usable, z0), found.z.to(z0.dtype), z0)
-        return ResidualState(evals=found.evals + 1, **residual_at(z, fn(z)))
+        z = torch.where(per_sample_like(sound_samples(found.z) & ~fine, z0), found.z.to(z0.dtype), z0)
+        return ResidualState(evals=found.evals + 1 + (given is not None), **residual_at(z, fn(z)))
 
     def step(self, fn: Map, state: State) -> State:
         assert isinstance(fn, MixedMap)
-        if type(state) is not ResidualState:
-            return self.solver.step(fn.prepared, state)
+        if isinstance(state, FullState):
+            return FullState.of(self.solver.step(fn.prepared, state.inner))
+        assert isinstance(state, ResidualState)
         far = state.size > self.rtol * state.scale
         far = far if far.any() else state.size > 0  # the loop wants more, or it would not ask
+        for _ in range(2 if self.rtol <= _FINE else 1):  # rounding in float32 depends on the batch: let it not be seen
+            after = self._corrected(fn, state, far)
+            if isinstance(after, FullState):
+                return after
+            state = after
+        return state
+
+    def _corrected(self, fn: MixedMap, state: ResidualState, far: Tensor) -> "ResidualState | FullState":
+        """One correction of the samples that are far, kept where it helps; the solver in float64 where one does not."""
         move, evals = self._correction(fn, state, far)
         z = move.add_(state.z)
         found = residual_at(z, fn(z), fresh=fn.full.fresh)
@@ -117,18 +161,15 @@ class MixedPrecision(Solver):
         else:
             fields = found
         after = ResidualState(evals=state.evals + evals + 1, **fields)
-        if (far & ~helped).any():
-            begun = self.solver.init(fn.prepared, after.z)
-            return replace(begun, evals=after.evals + begun.evals)
+        if (far & ~helped & (state.size > self.rtol * state.scale)).any():
+            return FullState.of(self.solver.init(fn.prepared, after.z), after.evals)
         return after
 
     def _correction(self, fn: MixedMap, state: ResidualState, far: Tensor) -> tuple[Tensor, int]:
         """c for the samples that are not there yet, 0 for the others, and the evaluations it took."""
         unit = torch.where(far & (state.size > 0), state.size, 1)
         g = torch.where(per_sample_like(far, state.r), state.r / per_sample_like(unit, state.r), 0).float()
-        wanted = torch.where(far, self.rtol * state.scale / unit, 1).min()
-        stop = Stop(rtol=float(wanted.mul(0.25).clamp(_COARSE, 0.1)), max_steps=self.max_steps)
+        stop = Stop(rtol=min(max(0.25 * self.rtol / _COARSE, _COARSE), 0.1), max_steps=self.max_steps)
         found = solve_map(fn.correction(state.z, g), torch.zeros_like(g), self.linear, stop, verified=False)
-        usable = found.z.flatten(1).isfinite().all(1)
-        move = torch.where(per_sample_like(usable, g), found.z, 0).to(state.z.dtype)
+        move = torch.where(per_sample_like(sound_samples(found.z), g), found.z, 0).to(state.z.dtype)
         return move.mul_(per_sample_like(unit, move)), found.evals
