@@ -640,7 +640,7 @@ def test_the_zeros_of_softmax_regression_are_known(outputs: int, dtype: torch.dt
 def test_zeros_that_were_missed_at_first_are_found_with_all_digits(least: float) -> None:
     found = diagonal_spectrum(torch.cat([torch.zeros(20), torch.linspace(least, 1, 100)]).double(), k=5, which="smallest")
     assert found.converged.all()
-    assert found.eigenvalues.abs().max() < 1e-14
+    assert found.eigenvalues.abs().max() < 100 * torch.finfo(torch.float64).eps
 
 
 def test_there_are_at_most_as_many_eigenvalues_as_parameters() -> None:

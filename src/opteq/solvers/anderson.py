@@ -78,12 +78,16 @@ class Anderson(Solver):
         return self._remember(state, moved(fn, state.z, self._move(state)))
 
     def _move(self, state: AndersonState) -> Tensor:
-        """The step."""
+        """The step, which is also left in the slot of dG that comes next, if there are slots yet."""
         r = lined(state.r, state.z)
-        if not state.used:
-            return r if self.mixing == 1 else self.mixing * r
-        weights, rows = self._weights(state, r), state.dG[:, : state.used]
-        return torch.baddbmm(r[:, None], weights[:, None], rows, beta=self.mixing, alpha=-1)[:, 0]
+        if state.used:
+            weights, rows = self._weights(state, r), state.dG[:, : state.used]
+            move = torch.baddbmm(r[:, None], weights[:, None], rows, beta=self.mixing, alpha=-1)[:, 0]
+        else:
+            move = r if self.mixing == 1 else self.mixing * r
+        if state.dG.shape[1]:
+            state.dG[:, state.slot] = move
+        return move
 
     def _weights(self, state: AndersonState, r: Tensor) -> Tensor:
         """c = (gram + ridge)^-1 dR r by Cholesky; samples for which that fails take c = 0, a Picard step."""
@@ -107,9 +111,10 @@ class Anderson(Solver):
         if state.dR.shape[1] == 0:
             batch, _, n = state.dR.shape
             state = replace(state, dR=size.new_empty(batch, self.memory, n), dG=size.new_empty(batch, self.memory, n))
+            torch.mul(lined(state.r, state.z), self.mixing, out=state.dG[:, slot])  # the step was a plain one
         dr, dg = state.dR[:, slot], state.dG[:, slot]
         torch.sub(lined(fields["r"], state.z), lined(state.r, state.z), out=dr)
-        torch.sub(lined(fields["z"], state.z), lined(state.z), out=dg).add_(dr, alpha=self.mixing)
+        dg.add_(dr, alpha=self.mixing)
         length, noise = norm(dr), 2 * torch.finfo(dr.dtype).eps * fields["scale"]  # below the noise, a change is only rounding
         inverse = torch.where((length > noise) & ~brisk, 1 / length, 0)[:, None]
         dr.mul_(inverse)
