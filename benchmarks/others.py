@@ -44,7 +44,10 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
 
 
 def memory() -> list[dict[str, Any]]:
-    """The peak of a train step in states, over tolerances: more steps must not take more memory. Weights are small beside a state."""
+    """The peak of a train step in states, over tolerances: more steps must not take more memory.
+
+    Weights are small beside a state here.
+    """
     problems = {
         "opteq": one_layer("OptEq 256 x 256, batch 4096, ||W|| 0.99, f64", 256, 256, 4096, f64, 1e-2, None),
         "monotone": monotone("Monotone 256, batch 4096, m 0.1, f64", 256, 4096, f64, 1e-2),
