@@ -379,3 +379,17 @@ def test_without_dask_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(ImportError, match=r"pip install 'opteq\[dask\]'"), executor("dask"):
         pass
+
+
+@pytest.mark.parametrize("place", ["result", "as_completed"])
+def test_an_interrupt_that_comes_out_as_an_error_of_python_s_locks_is_an_interrupt(tmp_path, monkeypatch, place):
+    def struck(*args, **kwargs):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    monkeypatch.setattr(*((Future, "result", struck) if place == "result" else (grids, "as_completed", struck)))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+        run_grid(grid_work.product, {"one": {"a": 1, "b": 2}}, tmp_path, executor=pool)
+    assert not list((tmp_path / "cells").glob("*.json"))

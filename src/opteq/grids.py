@@ -139,6 +139,9 @@ class _Grid:
                 futures[_submit(executor, self.function, name, self.cells[name])] = name
             for future in as_completed(futures):
                 self.collect(futures[future], future, last=last)
+        except RuntimeError as error:
+            _raise_interrupt(error)
+            raise
         finally:
             for future in futures:
                 future.cancel()
@@ -154,6 +157,7 @@ class _Grid:
             times = "once" if self.deaths[name] == 1 else f"{self.deaths[name]} times"
             done = _failed(f"its worker process died {times} (killed, out of memory, or a crash)")
         except Exception as error:  # such as Dask's KilledWorker
+            _raise_interrupt(error)
             done = _failed(_one_line(error))
         write_atomic(self.paths[name], json.dumps(_sealed(self.about(name) | done), indent=1, allow_nan=False) + "\n")
         self.finish(Outcome(name, done["result"], done["error"], done["seconds"], cached=False))
@@ -162,6 +166,14 @@ class _Grid:
         """The outcome is known."""
         self.outcomes[outcome.name] = outcome
         self.tell(outcome)
+
+
+def _raise_interrupt(error: BaseException | None) -> None:
+    """Ctrl-C within Python's own locks can come out as their RuntimeError ("release unlocked lock"): it is Ctrl-C all the same."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        error = error.__context__
 
 
 def _submit(executor: Executor, function: Function, name: str, settings: dict[str, Any]) -> "Future[dict[str, Any]]":
