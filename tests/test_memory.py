@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from opteq import Equilibrium, Map, Solver, Stop, per_sample, solve
 from opteq.cells import Monotone, OptEq
-from opteq.gradients import Implicit, Unrolled
+from opteq.gradients import Unrolled
 from opteq.linear import CG, GMRES, LinearizedMap, Neumann
 from opteq.solve import Jacobian
 from opteq.solvers import Accelerated, Anderson, Broyden, Newton, Picard
@@ -169,9 +169,9 @@ def saved_states(layer: Equilibrium, x: Tensor) -> float:
 def test_what_is_kept_for_backward_does_not_grow_with_the_number_of_steps(solver: Solver) -> None:
     torch.manual_seed(0)
     cell, x = OptEq(8, N, 16), torch.randn(BATCH, 8)
-    for gradient, most in ((Implicit(recompute=True), 1.5), (Implicit(), 2.5)):  # z, and the injection u; then f at z
-        few, many = (Equilibrium(cell, solver, Stop(0.0, 0.0, steps), gradient, on_failure="ignore") for steps in (10, 100))
-        assert saved_states(few, x) <= saved_states(many, x) <= most
+    few, many = (Equilibrium(cell, solver, Stop(rtol=0.0, max_steps=steps), on_failure="ignore") for steps in (10, 100))
+    assert saved_states(many, x) == pytest.approx(saved_states(few, x), abs=0.01)
+    assert saved_states(many, x) <= 1.5  # z, and the injection u; where hooks look on, no graph is kept beside them
     unrolled = Equilibrium(cell, Picard(), gradient=Unrolled(10))
     assert saved_states(unrolled, x) > 5  # the measure sees what unrolling keeps
 
