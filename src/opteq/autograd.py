@@ -25,7 +25,10 @@ from torch.utils._pytree import tree_leaves
 from opteq.batch import laid_out, norm, per_sample_like
 from opteq.checks import is_transformed, undone
 from opteq.linear import LinearizedMap
-from opteq.solve import Jacobian, Map, Solution, Solver, Status, Stop, Trace, check_tensor, evaluates, pullback, relative, solve_map
+from opteq.maps import Jacobian, Map, check_tensor, pullback
+from opteq.solution import Solution, Status, Stop, Trace, finite, relative
+from opteq.solve import solve_map
+from opteq.solver import Solver, evaluates
 
 Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # z, codes, residual, steps
 
@@ -440,7 +443,7 @@ _BELIEVED = 0.95  # the part of a tolerance that estimates must meet, so that ro
 def _measured(solution: Solution, image: Tensor) -> Solution:
     """A solution that was believed, with its true residual: f at it is at hand."""
     size, scale = norm(image - solution.z), norm(image)
-    met, stopped = size <= solution.stop.atol + solution.stop.rtol * scale, tuple(Status).index(Status.MAX_STEPS)
+    met, stopped = size <= solution.stop.atol + solution.stop.rtol * scale, Status.MAX_STEPS.code
     open_ = solution.converged | (solution.codes == stopped)
     codes = torch.where(open_, torch.where(met, 0, stopped), solution.codes)
     return replace(solution, residual=relative(size, scale), codes=codes, evals=solution.evals + 1)
@@ -452,11 +455,6 @@ def _linearized(fn: Map, z: Tensor, g: Tensor, problem: Problem, *, transposed: 
     equation = LinearizedMap(fn, transposed, z, g)
     phase = "backward" if transposed else "tangent"
     return equilibrium(equation, torch.zeros_like(g), problem.derived(fn, z.dtype, phase), closed=closed)[0].z
-
-
-def finite(codes: Tensor) -> Tensor:
-    """Which samples did not meet NaN or infinity."""
-    return codes != tuple(Status).index(Status.NONFINITE)
 
 
 def quarantined(

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from opteq.activations import Activation
 from opteq.batch import is_zero, norm
+from opteq.maps import Jacobian, Map
 from opteq.products import affine, product
-from opteq.solve import Jacobian, Map, State, per_sample
+from opteq.solver import State
+from opteq.tree import per_sample
 
 __all__ = ["ConvexMap", "DualForm", "DualMap", "DualState", "raised"]
 

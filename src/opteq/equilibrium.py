@@ -21,7 +21,9 @@ from opteq.autograd import underlying
 from opteq.batch import channels_together, laid_out, per_sample_like, sound_samples
 from opteq.checks import all_finite, check_finite, check_floating, check_instance, invalid, undone
 from opteq.gradients import Gradient, Implicit
-from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop
+from opteq.maps import Map
+from opteq.solution import ConvergenceError, Solution, Status, Stop
+from opteq.solver import Solver
 
 __all__ = ["Cell", "ConvergenceWarning", "Equilibrium", "Observer", "OnFailure", "observe"]
 

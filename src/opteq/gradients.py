@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq.autograd import Problem, Report, call, equilibrium, finite, new_trace, quarantined, underlying
+from opteq.autograd import Problem, Report, call, equilibrium, new_trace, quarantined, underlying
 from opteq.batch import norm, per_sample_like, sound_samples
 from opteq.checks import all_finite, check_instance, check_integer, check_number
 from opteq.convex import ConvexMap
 from opteq.linear import linear_solver
-from opteq.solve import ConvergenceError, Map, Solution, Solver, State, Stop, Trace, ValueState, first_value, relative
+from opteq.maps import Map, first_value
+from opteq.solution import ConvergenceError, Solution, Stop, Trace, finite, relative
+from opteq.solver import Solver, State, ValueState
 from opteq.solvers import Anderson, MixedPrecision, Newton, PeacemanRachford, Picard
 from opteq.solvers.splitting import SplitLinear
 from opteq.splitting import SplitMap

@@ -14,8 +14,10 @@ from torch import Tensor
 from opteq.batch import at_least_single, combine, dot, dots, is_zero, lined, norm, per_sample_like, taken, unlined
 from opteq.checks import check_integer, check_number
 from opteq.convex import ConvexMap, raised
+from opteq.maps import Jacobian, Map
 from opteq.products import product
-from opteq.solve import Jacobian, Map, Solver, State, per_sample
+from opteq.solver import Solver, State
+from opteq.tree import per_sample
 
 __all__ = ["CG", "GMRES", "DualCG", "LinearizedMap", "Neumann", "linear_solver"]
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from opteq.activations import Activation
 from opteq.batch import begins_at_zero, norm, per_sample_like
+from opteq.maps import Jacobian, Map
 from opteq.operators import Dense, Factors, Operator
 from opteq.products import affine
-from opteq.solve import Jacobian, Map, per_sample
-from opteq.tree import Tree
+from opteq.tree import Tree, per_sample
 
 __all__ = ["ActivationMap", "Diagonal", "SplitMap"]
 

@@ -12,8 +12,8 @@ from opteq.batch import at_least_single
 from opteq.cells.optimization import OptEqCell, OptEqMap
 from opteq.checks import check_floating, check_instance, check_number, invalid
 from opteq.equilibrium import Cell
+from opteq.maps import Jacobian, Map, pullback
 from opteq.regularizers import Regularizer
-from opteq.solve import Jacobian, Map, pullback
 
 Mode: TypeAlias = Literal["gradient", "prox"]
 Evaluation: TypeAlias = Literal["batch", "none", "frozen"]

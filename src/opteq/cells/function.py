@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from opteq.checks import check_integer, invalid
 from opteq.equilibrium import Cell
-from opteq.solve import Map, per_sample
+from opteq.maps import Map
+from opteq.tree import per_sample
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from opteq.batch import added, begins_at_zero, blank_images, quick_images
 from opteq.checks import check_instance, check_integer, check_number, check_shape, invalid
 from opteq.convex import ConvexMap, DualMap
 from opteq.equilibrium import Cell
+from opteq.maps import Jacobian, Map
 from opteq.operators import Conv, Dense, Factors, Operator, Padding, Separable
 from opteq.products import linear, product
-from opteq.solve import Jacobian, Map, per_sample
 from opteq.spectral import NormBall, scale_to
+from opteq.tree import per_sample
 
 
 @dataclass(frozen=True)

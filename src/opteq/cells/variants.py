@@ -11,9 +11,10 @@ from opteq.batch import at_least_single
 from opteq.cells.optimization import OptEq, OptEqMap, blend
 from opteq.checks import check_instance, invalid
 from opteq.equilibrium import Cell
+from opteq.maps import Jacobian, Map
 from opteq.operators import Dense
 from opteq.products import linear
-from opteq.solve import Jacobian, Map, per_sample
+from opteq.tree import per_sample
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from opteq.cells.deep import Layers
 from opteq.cells.optimization import DenseOptEqMap, OptEqMap
+from opteq.maps import Jacobian, Map
 from opteq.operators import Dense
-from opteq.solve import Jacobian, Map
 
 
 @dataclass(frozen=True)

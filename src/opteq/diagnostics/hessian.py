@@ -18,7 +18,7 @@ from opteq.diagnostics.lanczos import ARPACK, Hessian, Lanczos, Loss, Which
 from opteq.diagnostics.losses import check_callable
 from opteq.equilibrium import ConvergenceWarning, Equilibrium, observe
 from opteq.gradients import JacobianFree, Phantom
-from opteq.solve import Solution
+from opteq.solution import Solution
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

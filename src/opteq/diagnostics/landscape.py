@@ -22,7 +22,7 @@ from opteq.diagnostics.keeping import kept
 from opteq.diagnostics.losses import check_callable
 from opteq.diagnostics.progress import Progress, reporting
 from opteq.equilibrium import ConvergenceWarning, Equilibrium, observe
-from opteq.solve import ConvergenceError, Solution
+from opteq.solution import ConvergenceError, Solution
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

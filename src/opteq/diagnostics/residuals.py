@@ -17,7 +17,10 @@ from opteq.diagnostics.keeping import undisturbed
 from opteq.diagnostics.probing import Probe, probe
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient, default_solver, part_aimed_at
-from opteq.solve import Map, Solution, Solver, Stop, Trace, solve_map
+from opteq.maps import Map
+from opteq.solution import Solution, Stop, Trace
+from opteq.solve import solve_map
+from opteq.solver import Solver
 from opteq.solvers import Accelerated, Anderson, Broyden, ForwardBackward, Newton, PeacemanRachford, Picard
 from opteq.splitting import SplitMap
 

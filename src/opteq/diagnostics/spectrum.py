@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from opteq.autograd import finite
 from opteq.batch import at_least_single, flat, per_sample_like, sound_samples
 from opteq.checks import check_floating, check_instance, invalid
 from opteq.diagnostics.arnoldi import NONFINITE, UNSURE, Arnoldi, Array, Eigenvalues, Matrix, NotFiniteError
@@ -20,7 +19,8 @@ from opteq.diagnostics.finding import Columns, Finding
 from opteq.diagnostics.keeping import undisturbed
 from opteq.diagnostics.probing import probe
 from opteq.equilibrium import ConvergenceWarning
-from opteq.solve import CallableMap, Jacobian, Map, first_value
+from opteq.maps import CallableMap, Jacobian, Map, first_value
+from opteq.solution import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,9 @@ from opteq.diagnostics.keeping import undisturbed
 from opteq.diagnostics.probing import probe
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient
-from opteq.solve import Map, Solution, Solver, Status, Stop
+from opteq.maps import Map
+from opteq.solution import Solution, Status, Stop
+from opteq.solver import Solver
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

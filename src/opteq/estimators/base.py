@@ -22,7 +22,7 @@ from opteq.estimators.network import Architecture, Network, exact_network
 from opteq.estimators.saving import read, write
 from opteq.estimators.settings import Settings
 from opteq.models import Standardize
-from opteq.solve import Stop
+from opteq.solution import Stop
 from opteq.training import Result, TrainConfig, fit
 
 FLOATS = (np.float64, np.float32)

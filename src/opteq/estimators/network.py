@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from opteq.cells import DeepOptEq, Monotone, OptEq
 from opteq.equilibrium import Cell, Equilibrium
 from opteq.models import Standardize
-from opteq.solve import Solution, Stop
+from opteq.solution import Solution, Stop
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -36,7 +36,7 @@ from opteq.experiments._harness import Options, Result, command, gather, grid, t
 from opteq.experiments._measuring import medians
 from opteq.gradients import Implicit
 from opteq.models import Classifier, count_parameters
-from opteq.solve import Solution
+from opteq.solution import Solution
 from opteq.solvers import Broyden
 from opteq.training.parts import find_device
 

@@ -14,7 +14,7 @@ from opteq.equilibrium import Cell, Equilibrium, OnFailure
 from opteq.gradients import Unrolled
 from opteq.models.classifier import Segmenter
 from opteq.models.parts import NormKind, Scores, Strided, check_images, check_kernel, check_widths, make_norm
-from opteq.solve import Solver
+from opteq.solver import Solver
 
 
 class FeedForward(nn.Module):

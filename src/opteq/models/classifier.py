@@ -7,7 +7,7 @@ from torch.nn.functional import interpolate
 
 from opteq.checks import check_floating, check_instance, invalid
 from opteq.equilibrium import Cell, Equilibrium
-from opteq.solve import Solution
+from opteq.solution import Solution
 
 
 class Network(nn.Module):

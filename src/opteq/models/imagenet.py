@@ -18,7 +18,8 @@ from opteq.models.parts import Checked, Pooled, Strided, check_widths
 from opteq.models.resnet import Block, ResNet, normed
 from opteq.models.separable import QuickDepthwiseOptEq, TwofoldOptEq
 from opteq.regularizers import Regularizer
-from opteq.solve import Solver, Stop
+from opteq.solution import Stop
+from opteq.solver import Solver
 
 PUBLISHED = Unrolled(5)  # how the paper trains these networks
 

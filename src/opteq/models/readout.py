@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from opteq.cells import ScaledReLU
 from opteq.checks import check_instance, invalid
 from opteq.equilibrium import Cell, Equilibrium, OnFailure
-from opteq.solve import Solution, Solver, Stop
+from opteq.solution import Solution, Stop
+from opteq.solver import Solver
 
 __all__ = ["Readout"]
 

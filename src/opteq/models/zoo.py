@@ -19,7 +19,8 @@ from opteq.models.classifier import Classifier, Segmenter
 from opteq.models.ode import ConvField, NeuralODE
 from opteq.models.parts import NormKind, Pooled, Scores, Stem, Strided, check_widths
 from opteq.regularizers import Regularizer
-from opteq.solve import Solver, Stop
+from opteq.solution import Stop
+from opteq.solver import Solver
 
 Draw: TypeAlias = Literal["half", "conv2d"]
 

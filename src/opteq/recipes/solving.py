@@ -5,7 +5,8 @@ from typing import Literal, TypeAlias
 
 from opteq.equilibrium import Cell, Equilibrium
 from opteq.gradients import Gradient, Implicit, JacobianFree, Phantom, Unrolled
-from opteq.solve import Solver, Stop
+from opteq.solution import Stop
+from opteq.solver import Solver
 from opteq.solvers import Accelerated, Anderson, Broyden, ForwardBackward, Newton, PeacemanRachford, Picard
 
 __all__ = ["Solve"]

@@ -8,8 +8,9 @@ from torch import Tensor
 from opteq.batch import dot, norm, per_sample_like
 from opteq.checks import check_number
 from opteq.convex import DualForm, DualState
+from opteq.maps import Map, first_value
 from opteq.products import product
-from opteq.solve import Map, ResidualState, Solver, State, first_value, residual_at
+from opteq.solver import ResidualState, Solver, State, residual_at
 
 
 @dataclass(frozen=True)

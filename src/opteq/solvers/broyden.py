@@ -8,7 +8,8 @@ from torch import Tensor
 
 from opteq.batch import combine, dots, flat, lined, norm, per_sample_like
 from opteq.checks import check_integer, check_number
-from opteq.solve import Map, ResidualState, Solver, State, first_value, moved, residual_at
+from opteq.maps import Map, first_value
+from opteq.solver import ResidualState, Solver, State, moved, residual_at
 
 
 @dataclass(frozen=True)

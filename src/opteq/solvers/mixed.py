@@ -10,7 +10,10 @@ from torch import Tensor
 from opteq.batch import is_zero, per_sample_like, sound_samples
 from opteq.checks import check_instance, check_integer, check_number
 from opteq.linear import LinearizedMap
-from opteq.solve import Map, ResidualState, Solver, State, Stop, residual_at, solve_map
+from opteq.maps import Map
+from opteq.solution import Stop
+from opteq.solve import solve_map
+from opteq.solver import ResidualState, Solver, State, residual_at
 
 _COARSE = 1e-5  # the relative residual that float32 reaches with ease
 _FINE = 1e-9  # the tolerance from which a sample must have the same z alone and among others, to much less than this

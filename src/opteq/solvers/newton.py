@@ -9,7 +9,10 @@ from opteq.batch import per_sample_like
 from opteq.checks import check_integer, check_number
 from opteq.convex import DualForm
 from opteq.linear import LinearizedMap, linear_solver
-from opteq.solve import Map, ResidualState, Solver, State, Stop, first_value, residual_at, solve_map
+from opteq.maps import Map, first_value
+from opteq.solution import Stop
+from opteq.solve import solve_map
+from opteq.solver import ResidualState, Solver, State, residual_at
 from opteq.solvers.dual import DualNewtonState, advance, begin
 
 

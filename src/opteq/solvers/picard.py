@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from opteq.checks import check_number, is_transformed
-from opteq.solve import Map, Solver, State, ValueState, first_value
+from opteq.maps import Map, first_value
+from opteq.solver import Solver, State, ValueState
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from opteq.checks import check_instance, check_number, invalid
+from opteq.maps import Map, first_value
 from opteq.regularizers import Regularizer
-from opteq.solve import Map, Solver, State, ValueState, first_value
+from opteq.solver import Solver, State, ValueState
 
 
 @dataclass(frozen=True)

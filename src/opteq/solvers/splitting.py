@@ -19,9 +19,11 @@ from opteq.batch import is_zero, norm
 from opteq.checks import check_number, invalid
 from opteq.convex import raised
 from opteq.linear import GMRES, GMRESState, LinearizedMap
+from opteq.maps import Map
 from opteq.operators import Operator, Transposed
-from opteq.solve import Map, Solver, State, ValueState, per_sample
+from opteq.solver import Solver, State, ValueState
 from opteq.splitting import Diagonal, SplitMap
+from opteq.tree import per_sample
 
 Alpha: TypeAlias = float | Literal["auto"]
 

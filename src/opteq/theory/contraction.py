@@ -15,9 +15,9 @@ from opteq.cells.deep import RegularizedStep
 from opteq.cells.optimization import ConvOptEq, OptEq, OptEqMap
 from opteq.cells.variants import MultivariateMap
 from opteq.equilibrium import Cell
+from opteq.maps import Map
 from opteq.operators import Conv, Dense, Operator, Separable
 from opteq.regularizers import L2
-from opteq.solve import Map
 from opteq.spectral import Evidence, Norm, operator_norm
 from opteq.splitting import ActivationMap, SplitMap
 

@@ -21,8 +21,9 @@ from opteq.cells.variants import AffineMap, AffineOptEq, MultivariateMap
 from opteq.cells.wide import WideMap
 from opteq.checks import check_finite, check_floating, check_instance, check_number, invalid
 from opteq.equilibrium import Cell, Equilibrium
+from opteq.maps import Map
 from opteq.models import Readout
-from opteq.solve import Map, Solution
+from opteq.solution import Solution
 from opteq.spectral import Evidence
 from opteq.splitting import ActivationMap, SplitMap
 from opteq.theory.contraction import (

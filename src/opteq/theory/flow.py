@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from opteq.checks import all_finite, check_floating, check_instance, check_integer, check_number, invalid
+from opteq.maps import Map
 from opteq.models import Readout
 from opteq.operators import Dense
-from opteq.solve import ConvergenceError, Map
+from opteq.solution import ConvergenceError
 from opteq.splitting import ActivationMap
 from opteq.theory.common import check_samples, check_symmetric, system
 

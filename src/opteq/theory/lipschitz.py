@@ -24,9 +24,9 @@ from opteq.cells.optimization import OptEqMap
 from opteq.cells.variants import AffineOptEq, MultivariateMap
 from opteq.checks import check_finite, check_floating, check_instance, invalid
 from opteq.equilibrium import Cell, Equilibrium
+from opteq.maps import pullback
 from opteq.models import Readout
 from opteq.operators import Conv, Dense, Operator, Separable
-from opteq.solve import pullback
 from opteq.spectral import Evidence, Norm, operator_norm
 from opteq.splitting import ActivationMap, SplitMap
 from opteq.theory.contraction import (

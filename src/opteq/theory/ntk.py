@@ -18,7 +18,8 @@ from opteq.gradients import default_linear
 from opteq.linear import GMRES, LinearizedMap
 from opteq.models import Readout
 from opteq.operators import Dense
-from opteq.solve import ConvergenceError, Status, Stop, solve
+from opteq.solution import ConvergenceError, Status, Stop
+from opteq.solve import solve
 from opteq.splitting import ActivationMap
 from opteq.theory.common import check_samples, system
 

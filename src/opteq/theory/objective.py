@@ -20,7 +20,7 @@ from opteq.cells.variants import AffineMap, MultivariateMap
 from opteq.cells.wide import WideMap
 from opteq.checks import check_floating, check_instance, check_shape, invalid
 from opteq.equilibrium import Cell
-from opteq.solve import Map
+from opteq.maps import Map
 
 __all__ = ["Term", "bound", "envelope", "inclusion_residual", "objective", "term"]
 

@@ -15,7 +15,7 @@ from opteq.cells.deep import DeepOptEq
 from opteq.cells.optimization import OptEq
 from opteq.checks import check_finite, check_floating, check_number, check_shape, invalid
 from opteq.equilibrium import Equilibrium
-from opteq.solve import CallableMap, Map, first_value, pullback
+from opteq.maps import CallableMap, Map, first_value, pullback
 
 __all__ = ["ProxTest", "UnitLayers", "WeightTied", "from_feedforward", "is_prox", "solve_factor", "unit_layers", "weight_tied"]
 

@@ -17,7 +17,7 @@ from opteq.checks import invalid
 from opteq.equilibrium import ConvergenceWarning
 from opteq.models import count_parameters
 from opteq.runs import Checkpoint, Run, RunError
-from opteq.solve import ConvergenceError
+from opteq.solution import ConvergenceError
 from opteq.training.batches import Loader, Plan
 from opteq.training.callbacks import AfterStep, Callback
 from opteq.training.config import OPERATIONAL, TrainConfig, step_size

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from opteq.checks import all_finite, invalid
 from opteq.equilibrium import Cell, ConvergenceWarning
-from opteq.solve import ConvergenceError
+from opteq.solution import ConvergenceError
 from opteq.training.config import TrainConfig
 from opteq.training.muon import Muon
 from opteq.training.objective import Batches, Objective, check_labels, evaluating

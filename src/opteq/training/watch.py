@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from opteq.autograd import finite
 from opteq.equilibrium import Cell, Equilibrium
-from opteq.solve import ConvergenceError, Solution
+from opteq.solution import ConvergenceError, Solution, finite
 from opteq.training.processes import World
 
 

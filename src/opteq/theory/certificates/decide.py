@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opteq.cells import GaussianDEQ, Monotone, ScaledReLU
 from opteq.checks import check_instance, invalid
 from opteq.models import Readout
-from opteq.solve import ConvergenceError
+from opteq.solution import ConvergenceError
 from opteq.theory.certificates.conditions import Certificate, Condition
 from opteq.theory.certificates.gaussian import GaussianTheorem
 from opteq.theory.certificates.measure import check_data

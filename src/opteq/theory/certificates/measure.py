@@ -11,7 +11,7 @@ from opteq.cells import Monotone, ScaledReLU
 from opteq.checks import all_finite, check_floating, check_instance, invalid
 from opteq.equilibrium import Equilibrium
 from opteq.models import Readout
-from opteq.solve import Solution, Stop
+from opteq.solution import Solution, Stop
 from opteq.solvers import Newton
 
 __all__ = ["Measurement", "check_data", "check_parameters", "measure", "parameters", "sigma_min", "tight_solution"]

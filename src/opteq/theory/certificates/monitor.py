@@ -12,7 +12,7 @@ from torch import Tensor
 from opteq.cells.optimization import OptEqMap
 from opteq.checks import check_instance, check_integer, check_number, invalid
 from opteq.models import Readout
-from opteq.solve import Solution
+from opteq.solution import Solution
 from opteq.splitting import ActivationMap
 from opteq.theory.certificates.conditions import Certificate
 from opteq.theory.certificates.measure import Measurement, check_data, measure

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opteq.checks import check_instance, check_integer, check_number, invalid
 from opteq.models import Readout
-from opteq.solve import ConvergenceError
+from opteq.solution import ConvergenceError
 from opteq.theory.certificates.conditions import Certificate
 from opteq.theory.certificates.measure import Measurement, check_data, measure
 from opteq.theory.flow import Flow, loss_gradient, trainable
