@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from opteq.autograd import record
 from opteq.equilibrium import Cell, ConvergenceWarning, Equilibrium
+from opteq.logs import record
 from opteq.solve import ConvergenceError, Map, Solution, Solver, Status, Stop, per_sample, solve
 
 __version__ = "0.1.0"

@@ -9,22 +9,19 @@ so each is solved by the same node, which makes it differentiable in turn. Every
 node: torch.func can then unwrap them before the loop runs, and vmap can fold its dimension into the batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from opteq.batch import laid_out, norm, per_sample_like
-from opteq.checks import is_transformed, undone
+from opteq.captures import HAND_OVER, NOT_MAPPED, SECOND_ORDER, is_closed, is_mapped, primal
+from opteq.checks import is_transformed
 from opteq.linear import LinearizedMap
+from opteq.logs import Log, empty_trace, heard_by
 from opteq.maps import Jacobian, Map, check_tensor, pullback
 from opteq.solution import Solution, Status, Stop, Trace, finite, relative
 from opteq.solve import solve_map
@@ -37,49 +34,6 @@ class Report(Protocol):
     """What to do with a Solution as soon as it is known: warn, raise or ignore."""
 
     def __call__(self, solution: Solution, phase: str) -> None: ...
-
-
-_logs: ContextVar[tuple["Log", ...]] = ContextVar("opteq_logs", default=())
-
-
-class Log(list[Solution]):
-    """The solutions collected by `record()`, in the order in which they were solved; backward solves come in turn."""
-
-    open: bool = True
-    iterates: bool = False
-
-
-@contextmanager
-def record(*, iterates: bool = False) -> Iterator[Log]:
-    """`with record() as log:` collects every Solution, with its trace, that is solved inside: backward ones too.
-
-    `iterates=True`: the traces hold the iterates as well: in all, samples x steps x state numbers for each solve.
-
-    Examples:
-        >>> import torch, opteq
-        >>> from opteq.cells import OptEq
-        >>> layer = opteq.Equilibrium(OptEq(4, 8, 16))
-        >>> with opteq.record() as log:
-        ...     layer(torch.randn(2, 4)).sum().backward()
-        >>> [(solution.status.name, solution.z.shape[0]) for solution in log]
-        [('CONVERGED', 2), ('CONVERGED', 2)]
-    """
-    log = Log()
-    log.iterates = iterates
-    before = _logs.get()
-
-    def undo() -> None:
-        log.open = False
-        _logs.set(before)
-
-    with undone(undo):
-        _logs.set((*before, log))
-        yield log
-
-
-def new_trace() -> Trace | None:
-    """An empty trace, if someone records here."""
-    return _empty_trace(_logs.get())
 
 
 def call(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -151,7 +105,7 @@ def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = 
     `closed`: whether those tensors are all fields of fn; None finds out.
     """
     problem, found = _heard(problem), Record()
-    if closed or (closed is None and _is_closed(fn, z0)):
+    if closed or (closed is None and is_closed(fn, z0)):
         operands = [leaf.tensor for leaf in fn.leaves()]
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in operands) and _ordinary(z0, *operands)
         if problem.taped and evaluates(problem.solver) and wanted and not _hooked():
@@ -170,105 +124,17 @@ def _hooked() -> bool:
 
 def _heard(problem: Problem) -> Problem:
     """The problem, with the logs that are open here."""
-    return replace(problem, logs=tuple({id(log): log for log in (*_logs.get(), *problem.logs)}.values()))
-
-
-_HAND_OVER = (
-    "(a) Pass it through x, (b) give FunctionCell an nn.Module that owns it instead of a function that captures it, "
-    "(c) write a Cell whose Map has it as a field."
-)
-
-_SECOND_ORDER = "f captures a tensor; its derivatives are exact up to the second order only. " + _HAND_OVER
-
-
-def _is_closed(fn: Map, z0: Tensor) -> bool:
-    """Whether every tensor with derivatives that f uses is an operand: declared, or found by evaluating f on constants."""
-    if fn.closed or z0.shape[0] == 0:
-        return True
-
-    def constant(tensor: Tensor, batched: bool) -> Tensor:
-        if is_transformed(tensor):  # its values are not ours to see: others of the same kind
-            random = torch.rand(tensor.shape, generator=torch.Generator(tensor.device).manual_seed(0), device=tensor.device)
-            tensor = random.to(tensor.dtype)
-        else:
-            tensor = _primal(tensor).detach()
-        return tensor[:1] if batched and fn.independent else tensor
-
-    with temporarily_clear_interpreter_stack(), torch.enable_grad(), torch.autocast(z0.device.type, enabled=False):
-        plain = fn.replace_leaves(lambda leaf: constant(leaf.tensor, leaf.per_sample))
-        try:
-            with _Spy():
-                out = plain(constant(z0, True))
-                check_tensor(out)
-        except _TransformedError as found:
-            if found.order > 2:
-                raise RuntimeError(_SECOND_ORDER) from None
-            if found.mapped:
-                raise RuntimeError("f captures a tensor that torch.func.vmap maps over, and cannot see. " + _HAND_OVER) from None
-            return False
-    captured = out.requires_grad and torch.is_grad_enabled()
-    return not captured and forward_ad.unpack_dual(out).tangent is None
-
-
-class _TransformedError(Exception):
-    """A function used a tensor that belongs to a torch.func transform."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.mapped = _is_mapped(tensor)
-        self.order = sum(torch._C._functorch.is_gradtrackingtensor(level) for level in _levels(tensor))
-
-
-def _levels(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor as each torch.func transform sees it, the innermost first, and last the plain one."""
-    yield tensor
-    while is_transformed(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-        yield tensor
-
-
-def underlying(tensor: Tensor) -> Tensor:
-    """The plain tensor below every torch.func transform: for looking at values."""
-    *_, plain = _levels(tensor)
-    return plain
-
-
-def _is_mapped(tensor: Tensor) -> bool:
-    """Whether torch.func.vmap, at any level, maps over the tensor."""
-    return any(torch._C._functorch.is_batchedtensor(level) for level in _levels(tensor))
-
-
-class _Spy(TorchFunctionMode):
-    """Raises _TransformedError when a tensor of a torch.func transform is used."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = (item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor))
-        transformed = [item for item in tensors if is_transformed(item)]
-        try:
-            out = func(*args, **(kwargs or {}))
-        except RuntimeError:
-            if transformed:
-                raise _TransformedError(transformed[0]) from None
-            raise
-        if transformed and isinstance(out, Tensor):  # more than a look at a shape or a flag
-            raise _TransformedError(transformed[0])
-        return out
+    return replace(problem, logs=heard_by(problem.logs))
 
 
 def _run(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
     """Solve on plain tensors, tell the log and the policy."""
-    trace = _empty_trace(problem.logs)
+    trace = empty_trace(problem.logs)
     solution = solve_map(fn, z0, problem.solver, problem.stop, trace, aim=problem.aim, last=found.tape)
     if found.tape is not None and not found.tape.is_at(solution.z):
         found.tape = None
     _tell(solution, problem, found)
     return solution.z, solution.codes, solution.residual, solution.steps
-
-
-def _empty_trace(logs: Sequence[Log]) -> Trace | None:
-    """A trace to be filled, if a log is open."""
-    wanted = [log.iterates for log in logs if log.open]
-    return Trace(z=() if any(wanted) else None) if wanted else None
 
 
 def _tell(solution: Solution, problem: Problem, found: Record) -> None:
@@ -320,8 +186,8 @@ class _Equilibrium(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        *operands, z, codes = (_primal(t) for t in ctx.saved_tensors)
-        given = [_primal(t) if t is not None else None for t in tangents[4:]]
+        *operands, z, codes = (primal(t) for t in ctx.saved_tensors)
+        given = [primal(t) if t is not None else None for t in tangents[4:]]
         wanted = [i for i, t in enumerate(given) if t is not None]
         # PyTorch turns forward mode off in here, which would make forward-over-forward silently wrong.
         with forward_ad._set_fwd_grad_enabled(True):
@@ -352,11 +218,6 @@ class _Equilibrium(torch.autograd.Function):
             runs = [apply(*(t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True))) for i in range(size)]
             outputs = tuple(torch.stack(outs) for outs in zip(*runs, strict=True))
         return cast(Outputs, outputs), (0, 0, 0, 0)
-
-
-def _primal(tensor: Tensor) -> Tensor:
-    primal: Tensor = forward_ad.unpack_dual(tensor).primal
-    return primal
 
 
 def _folded(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -427,7 +288,7 @@ def _adjoint(
         v = _run(equation, torch.zeros_like(g), derived, Record())[0]
         return torch.autograd.grad(value(), chosen, v, allow_unused=True, retain_graph=tape is not None)
     stop = replace(derived.stop, rtol=_BELIEVED * derived.stop.rtol, atol=_BELIEVED * derived.stop.atol)
-    solution = solve_map(equation, torch.zeros_like(g), derived.solver, stop, _empty_trace(derived.logs), verified=False)
+    solution = solve_map(equation, torch.zeros_like(g), derived.solver, stop, empty_trace(derived.logs), verified=False)
     image, *found = torch.autograd.grad(value(), [z, *chosen], solution.z, allow_unused=True, retain_graph=True)
     measured = _measured(replace(solution, stop=derived.stop), g if image is None else image + g)
     if not bool((solution.converged & ~measured.converged).any()):
@@ -482,9 +343,9 @@ def _attach(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
     makes second derivatives exact; higher ones are refused.
     """
     if problem.order > 2:
-        raise RuntimeError(_SECOND_ORDER)
-    if _is_mapped(z0) or any(_is_mapped(leaf.tensor) for leaf in fn.leaves()):
-        raise RuntimeError(_NOT_MAPPED)
+        raise RuntimeError(SECOND_ORDER)
+    if is_mapped(z0) or any(is_mapped(leaf.tensor) for leaf in fn.leaves()):
+        raise RuntimeError(NOT_MAPPED)
     with torch.no_grad():
         z, codes, residual, steps = _run(fn.detach(), z0.detach(), problem, found)
     value = z
@@ -498,9 +359,6 @@ def _attach(fn: Map, z0: Tensor, problem: Problem, found: Record) -> Outputs:
     if found.nonfinite:
         outer = torch.where(per_sample_like(finite(codes), outer), outer, value)
     return outer, codes, residual, steps
-
-
-_NOT_MAPPED = "f captures a tensor that has derivatives, so torch.func.vmap cannot map over f or its gradient. " + _HAND_OVER
 
 
 class _NewtonStep(torch.autograd.Function):
@@ -527,11 +385,11 @@ class _NewtonStep(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        raise RuntimeError("f captures a tensor that has derivatives, so forward mode cannot follow f. " + _HAND_OVER)
+        raise RuntimeError("f captures a tensor that has derivatives, so forward mode cannot follow f. " + HAND_OVER)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        raise RuntimeError(_NOT_MAPPED)
+        raise RuntimeError(NOT_MAPPED)
 
 
 def _negligible(g: Tensor, seen: list[Tensor], problem: Problem) -> bool:

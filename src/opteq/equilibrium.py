@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from opteq.autograd import underlying
 from opteq.batch import channels_together, laid_out, per_sample_like, sound_samples
+from opteq.captures import underlying
 from opteq.checks import all_finite, check_finite, check_floating, check_instance, invalid, undone
 from opteq.gradients import Gradient, Implicit
 from opteq.maps import Map

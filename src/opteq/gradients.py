@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq.autograd import Problem, Report, call, equilibrium, new_trace, quarantined, underlying
+from opteq.autograd import Problem, Report, call, equilibrium, quarantined
 from opteq.batch import norm, per_sample_like, sound_samples
+from opteq.captures import underlying
 from opteq.checks import all_finite, check_instance, check_integer, check_number
 from opteq.convex import ConvexMap
 from opteq.linear import linear_solver
+from opteq.logs import new_trace
 from opteq.maps import Map, first_value
 from opteq.solution import ConvergenceError, Solution, Stop, Trace, finite, relative
 from opteq.solver import Solver, State, ValueState

@@ -18,11 +18,11 @@ import grid_work
 import report_runs
 import survivor
 from opteq import Equilibrium, Stop
-from opteq.autograd import _logs
 from opteq.cells import DeepOptEq, OptEq
 from opteq.diagnostics import data_loss, landscape
 from opteq.equilibrium import _observers
 from opteq.grids import run_grid
+from opteq.logs import _logs
 from opteq.report import write
 from opteq.runs import Run, provenance, write_atomic
 from opteq.training import TrainConfig, fit

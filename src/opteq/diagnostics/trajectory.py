@@ -10,13 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from opteq.autograd import Report, record
+from opteq.autograd import Report
 from opteq.checks import check_instance, check_integer, invalid
 from opteq.diagnostics.finding import Columns, Finding
 from opteq.diagnostics.keeping import undisturbed
 from opteq.diagnostics.probing import probe
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Gradient
+from opteq.logs import record
 from opteq.maps import Map
 from opteq.solution import Solution, Status, Stop
 from opteq.solver import Solver
