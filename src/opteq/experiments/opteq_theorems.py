@@ -16,31 +16,43 @@ Run `python -m opteq.experiments.opteq_theorems --preset small --out results`. A
 unrolling, is left to the tests.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
-from scipy.optimize import nnls  # type: ignore[import-untyped]
-from torch import Tensor, nn
+from torch import Tensor
 
-from opteq import Cell, Equilibrium, Map, Solver, Stop
+from opteq import Equilibrium
 from opteq.batch import dot
 from opteq.cells import DeepOptEq, OptEq, StackedOptEq, WideOptEq
-from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.experiments._claims import Measured, at_least, at_most, claim
 from opteq.experiments._harness import Options, Result, Series, command, gather
+from opteq.experiments._random_networks import (
+    Config,
+    curve,
+    distance,
+    equilibrium,
+    evaluate,
+    feedforward,
+    iterates,
+    layer,
+    layer_at_the_edge,
+    least_excess,
+    nonnegative_minimum,
+    objective_along,
+    per_size,
+    randn,
+    regularized_by_scipy,
+    two_layers_by_scipy,
+)
+from opteq.experiments._theorems_figure import DRAWN, SHOWN, figure
 from opteq.regularizers import L1, L2, Regularizer
 from opteq.solvers import SAM, Anderson, Picard
 from opteq.theory import from_feedforward, inclusion_residual, objective, recover_problem, unit_layers
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["ABOUT", "CLAIMS", "PRESETS", "Config", "figure", "main", "run"]
 
@@ -61,117 +73,14 @@ CLAIMS = {
 }
 
 MONOTONE = ("relu", "leaky_relu", "tanh", "sigmoid", "softplus", "identity", "soft_threshold")
-DRAWN, SHOWN = ("relu", "tanh", "softplus", "soft_threshold"), 60  # the activations and the steps of the figure
-EXACT = Stop(rtol=1e-13, max_steps=20_000)
 ROUNDING, SOLVED = 1e-12, 1e-9  # relative: of sums in float64, and of two solutions of one problem
 ELSEWHERE = 1e-3  # relative: two points that differ by more than this are not the same
-
-
-@dataclass(frozen=True)
-class Config:
-    """The sizes. Most claims are tried on `networks` random networks, with `samples` inputs and `points` random points a sample.
-
-    Theorem 3 takes four networks, Theorem 5 one with one input, Lemma 3 one for each depth.
-    """
-
-    inputs: int = 4
-    features: int = 8
-    hidden: int = 6
-    depths: tuple[int, ...] = (3, 5, 8)
-    networks: int = 2
-    samples: int = 3
-    points: int = 200
-    steps: int = 200  # of the plain iteration
-    halvings: int = 4  # of alpha, from 0.1 on
-    sam_steps: int = 3000
-
 
 PRESETS = {
     "smoke": Config(),
     "small": Config(10, 32, 24, networks=10, samples=8, points=1000, steps=400, halvings=7, sam_steps=30_000),
     "paper": Config(50, 128, 96, networks=20, samples=32, points=2000, steps=1000, halvings=8, sam_steps=300_000),
 }
-
-# --- random networks, and their equilibria --------------------------------------------------------------------------------------
-
-
-def randn(draw: torch.Generator, *shape: int) -> Tensor:
-    """Gaussian numbers in float64, from the generator alone."""
-    return torch.randn(*shape, generator=draw, dtype=torch.float64, device="cpu")
-
-
-def filled(cell: OptEq, W: Tensor, U: Tensor, b: Tensor) -> OptEq:
-    """The cell with these parameters."""
-    cell.W, cell.U, cell.b = nn.Parameter(W), nn.Parameter(U), nn.Parameter(b)
-    return cell
-
-
-def layer(c: Config, draw: torch.Generator, *, norm: float = 0.95, **settings: Any) -> OptEq:
-    """A random layer with L_sigma ||W||^2 = norm^2 mu: at a norm of 0.95 near the edge of Theorem 1's condition."""
-    with torch.device("meta"):  # the parameters are replaced: drawing these takes none of the caller's random numbers
-        cell = OptEq(c.inputs, c.features, c.hidden, **settings)
-    W = randn(draw, c.hidden, c.features)
-    W *= norm * math.sqrt(cell.mu / cell.activation.lipschitz) / torch.linalg.matrix_norm(W, 2)
-    return filled(cell, W, randn(draw, c.hidden, c.inputs), randn(draw, c.hidden))
-
-
-def equilibrium(cell: Cell, x: Tensor) -> Tensor:
-    """z = f(z) to rounding, or a ConvergenceError."""
-    z: Tensor = Equilibrium(cell, stop=EXACT, on_failure="raise")(x)
-    return z
-
-
-def iterates(fn: Map, solver: Solver, z0: Tensor, steps: int) -> Iterator[Tensor]:
-    """z^0, ..., z^steps."""
-    state = solver.init(fn, z0)
-    yield state.z
-    for _ in range(steps):
-        state = solver.step(fn, state)
-        yield state.z
-
-
-def per_size(length: Tensor, z: Tensor) -> Tensor:
-    """length / |z| for each sample; length itself where z = 0, as it may be with ReLU."""
-    size: Tensor = torch.linalg.vector_norm(z.flatten(1), dim=1)
-    return length / size.where(size > 0, 1.0)
-
-
-def distance(z: Tensor, other: Tensor) -> float:
-    """|z - other| / |other|, the largest of the samples."""
-    return float(per_size(torch.linalg.vector_norm((z - other).flatten(1), dim=1), other).max())
-
-
-def evaluate(value: Callable[..., Tensor], x: Tensor, *points: Tensor) -> Tensor:
-    """value(x, *y) at points [n, samples, features], as [n, samples]: a few at a time, for softplus's integral needs room."""
-    blocks = zip(*(part.split(20) for part in points), strict=True)
-    return torch.cat([value(x.repeat(len(y[0]), 1), *(part.flatten(0, 1) for part in y)).view(-1, len(x)) for y in blocks])
-
-
-def least_excess(c: Config, draw: torch.Generator, value: Callable[..., Tensor], x: Tensor, *z: Tensor) -> float:
-    """The least of value(x, *y) - value(x, *z), relative where |value| > 1, over c.points random y, 1e-3 to 10 from each z."""
-    scale = 10 ** (4 * torch.rand(c.points, 1, 1, generator=draw, dtype=torch.float64, device="cpu") - 3)
-    found = evaluate(value, x, *(part + scale * randn(draw, c.points, *part.shape) for part in z))
-    least = value(x, *z)
-    return float(((found - least) / least.abs().clamp_min(1)).min())
-
-
-def nonnegative_minimum(Q: Tensor, q: Tensor) -> Tensor:
-    """argmin over s >= 0 of s'Qs/2 - <q, s> for each row of q, by scipy: |C's - C^-1 q|^2/2 with Q = CC'."""
-    C = torch.linalg.cholesky(Q)
-    targets = torch.linalg.solve_triangular(C, q.T, upper=False).T
-    return torch.stack([torch.as_tensor(nnls(C.T.numpy(), target.numpy())[0]) for target in targets])
-
-
-def objective_along(cell: OptEq, x: Tensor, z0: Tensor, solver: Solver, steps: int) -> Tensor:
-    """phi(f(z^0)), ..., phi(f(z^steps)) of each sample, [steps + 1, samples]; for z <- f(z), f(z^k) = z^{k+1}."""
-    return evaluate(partial(objective, cell), x, torch.stack(list(iterates(cell.bind(x), solver, z0, steps))))
-
-
-def curve(values: Tensor, first: int = 0) -> dict[str, list[float]]:
-    """The largest of the samples at each k = first, first + 1, ...; 0 for what is below 0 by rounding."""
-    worst = values.amax(dim=1).clamp_min(0).tolist()
-    return {"k": list(range(first, first + len(worst))), "value": worst}
-
 
 # --- Theorem 1 and Table 1: one layer -------------------------------------------------------------------------------------------
 
@@ -286,26 +195,6 @@ def corollary_1(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
     }, {}
 
 
-def two_layers_by_scipy(first: OptEq, second: OptEq, x: Tensor, gamma: float = 0.0) -> tuple[Tensor, Tensor]:
-    """argmin over z_0 and min of Corollary 1's objective for ReLU; with gamma (and alpha = 1), plus gamma |z_0|^2/2.
-
-    By Eq. (4), phi_l(W_l's_l) = s_l'(I - W_l W_l')s_l/2 - <u_l, s_l> over s_l >= 0. With w_l = W_l's_l the minimum over (z_1, z_0)
-    is in closed form: they share the mean of (w_1, w_2) and are k (w_1 - w_2) apart, k = alpha / (2 - alpha). What is left is a
-    quadratic in (s_1, s_2) >= 0.
-    """
-    alpha, eye = float(first.alpha), torch.eye(len(first.W) + len(second.W), dtype=torch.float64)
-    k, W = alpha / (2 - alpha), torch.block_diag(first.W, second.W)
-    across = torch.cat([first.W, -second.W])
-    penalty = gamma * torch.block_diag(0 * first.W @ first.W.T, second.W @ second.W.T)
-    Q, q = (
-        alpha * (eye - W @ W.T) + k * across @ across.T + penalty,
-        alpha * torch.cat([first.injection(x), second.injection(x)], 1),
-    )
-    s = nonnegative_minimum(Q, q)
-    w1, w2 = (s @ W).chunk(2, dim=1)
-    return (w1 + w2) / 2 - k * (w1 - w2) / 2, dot(s @ Q, s) / 2 - dot(q, s)
-
-
 def theorem_3(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
     """Halving every alpha_l halves the distance to the wide equilibrium, which minimises a function of its own."""
     alphas, ratios, gaps, series = [0.1 / 2**i for i in range(c.halvings + 1)], [], [], {}
@@ -335,12 +224,6 @@ def set_alphas(cells: Sequence[OptEq], weights: Sequence[float], alpha: float) -
 
 
 # --- Theorem 4: regularised layers ----------------------------------------------------------------------------------------------
-
-
-def regularized_by_scipy(cell: OptEq, x: Tensor, weight: float) -> Tensor:
-    """argmin phi(z) + weight |z|^2/2 for a ReLU layer with mu = 1: z = W's, s >= 0."""
-    G = cell.W @ cell.W.T
-    return nonnegative_minimum(torch.eye(len(G), dtype=torch.float64) - (1 - weight) * G, cell.injection(x)) @ cell.W
 
 
 def theorem_4_gradient(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
@@ -420,22 +303,6 @@ class ToTarget(Regularizer):
         return z - self.target
 
 
-def layer_at_the_edge(c: Config, draw: torch.Generator) -> tuple[OptEq, Tensor]:
-    """A linear layer with ||W|| = 1 whose fixed points are a plane, and an orthonormal basis of its directions, as columns.
-
-    Half of the singular values of W are 1; U and b have no part in their directions, or there were no fixed point.
-    """
-    rank = min(c.features, c.hidden)
-    free = rank // 2
-    left, right = (torch.linalg.qr(randn(draw, size, rank))[0] for size in (c.hidden, c.features))
-    values = torch.cat([torch.ones(free), torch.linspace(0.1, 0.6, rank - free)]).double()
-    with torch.device("meta"):
-        cell = OptEq(c.inputs, c.features, c.hidden, activation="identity")
-    keep = torch.eye(c.hidden, dtype=torch.float64) - left[:, :free] @ left[:, :free].T
-    W, U, b = (left * values) @ right.T, keep @ randn(draw, c.hidden, c.inputs), keep @ randn(draw, c.hidden)
-    return filled(cell, W, U, b), right[:, :free]
-
-
 def theorem_5(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
     """The distance to the fixed point of least R, for three pairs (rho, c) and for the plain iteration."""
     cell, plane = layer_at_the_edge(c, draw)
@@ -474,19 +341,6 @@ def selected(path: Iterator[Tensor], counts: Sequence[int]) -> list[Tensor]:
 
 
 # --- Lemmas 1 to 3: other forms of the same network -----------------------------------------------------------------------------
-
-
-def feedforward(c: Config, draw: torch.Generator) -> nn.Sequential:
-    """A random network of 2 to 6 linear layers."""
-    depth = int(torch.randint(2, 7, (), generator=draw))
-    widths = torch.randint(3, 2 * c.features, (depth + 1,), generator=draw).tolist()
-    widths[0] = c.inputs
-    parts: list[nn.Module] = []
-    for i, (before, after) in enumerate(pairwise(widths)):
-        linear = nn.Linear(before, after, device="meta")
-        linear.weight, linear.bias = nn.Parameter(randn(draw, after, before) / before**0.5), nn.Parameter(randn(draw, after))
-        parts += [linear, (nn.ReLU(), nn.Tanh(), nn.LeakyReLU(0.2))[i % 3]]
-    return nn.Sequential(*parts[:-1])
 
 
 def lemma_1(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
@@ -562,78 +416,6 @@ def run(options: Options) -> Result:
             claims[name] = claim(CLAIMS[name], measured)
             series |= curves
     return gather("opteq_theorems", options, claims, series=series)
-
-
-# --- the figure -----------------------------------------------------------------------------------------------------------------
-
-
-def figure(result: Result) -> "Figure":
-    """The four series of a result."""
-    series = result["series"]
-    with new_figure((5.5, 5.8)) as page:
-        (a, b), (c, d) = page.subplots(2, 2)
-        draw_objective(a, series["objective"])
-        draw_inclusion(b, series["inclusion"])
-        draw_wide(c, series["wide"])
-        draw_sam(d, series["sam"])
-        for axes in (a, b, c, d):
-            axes.grid(visible=True)
-            axes.set_axisbelow(True)
-            columns = 3 if axes is b else 2
-            axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=columns)  # below, where it can hide no data
-    return page
-
-
-def draw_objective(axes: "Axes", series: Series) -> None:
-    """phi - phi(z*) against the evaluations: a colour for each activation, dashed for Anderson."""
-    for i, name in enumerate(DRAWN):
-        for title, line in {"plain": "-", "Anderson": "--"}.items():
-            data = series[f"{name}, {title}"]
-            axes.semilogy(data["k"], data["value"], line, color=COLOURS[i])
-        axes.plot([], [], color=COLOURS[i], label=name.replace("_", " "))
-    axes.plot([], [], "-", color="grey", label=r"$z \leftarrow f(z)$")
-    axes.plot([], [], "--", color="grey", label="Anderson")
-    axes.set(xlim=(0, SHOWN), ylim=(1e-11, None), xlabel=r"evaluations of $f$, $k$", ylabel=r"$\varphi(z^k) - \varphi(z^*)$")
-    axes.set_title("(a) Theorem 1: objective", loc="left")
-
-
-def draw_inclusion(axes: "Axes", series: Series) -> None:
-    """The residual of the inclusion against k, for each depth."""
-    for colour, (title, data) in zip(COLOURS, series.items(), strict=False):
-        axes.semilogy(data["k"], data["value"], color=colour, label=f"${title}$")
-    axes.set(
-        xlim=(0, SHOWN / 2),
-        ylim=(1e-14, None),
-        xlabel=r"step $k$ of $z \leftarrow f(z)$",
-        ylabel=r"$\|v^k + (I - P)\,\tilde z^k\| \;/\; \|z^*\|$",
-    )
-    axes.set_title("(b) Theorem 2: inclusion", loc="left")
-
-
-def draw_wide(axes: "Axes", series: Series) -> None:
-    """The distance to the wide limit against alpha, with a line of slope 1."""
-    markers = ("o", "s", "^", "D")
-    for colour, marker, (title, data) in zip(COLOURS, markers, series.items(), strict=False):
-        label, alphas = title.replace("equal", r"equal $\alpha_l$"), np.array(data["alpha"])
-        axes.loglog(alphas, data["value"], color=colour, marker=marker, markersize=4, markerfacecolor="none", label=label)
-    lowest = min(data["value"][0] for data in series.values())
-    axes.loglog(alphas, 0.5 * lowest * alphas / alphas[0], ":", color="grey", label="slope 1")
-    axes.set(xlabel=r"$\alpha$", ylabel=r"$\|z^*_\alpha - z^*_{\mathrm{wide}}\| \;/\; \|z^*_{\mathrm{wide}}\|$")
-    axes.set_title("(c) Theorem 3: wide limit", loc="left")
-
-
-def draw_sam(axes: "Axes", series: Series) -> None:
-    """The distance to z_R, the fixed point of least R, against k; each with a line of the slope that Theorem 5 gives."""
-    for colour, (title, data) in zip(COLOURS, series.items(), strict=False):
-        ks, rate = np.array(data["k"]), data["rate"]
-        label = r"$z \leftarrow f(z)$" if title == "plain" else "$" + title.replace("rho", r"\rho").replace(", ", r",\; ") + "$"
-        axes.loglog(ks, data["value"], color=colour, label=label)
-        if rate:
-            late = ks[ks >= ks[-1] / 30]
-            axes.loglog(late, 0.85 * data["value"][-1] * (late / late[-1]) ** -rate, ":", color=colour)
-    axes.plot([], [], ":", color="grey", label=r"slope $-\min(\rho, c)$")
-    axes.set(xlabel="step $k$", ylabel=r"$\|z^k - z_R\| \;/\; \|z_R\|$")
-    axes.set_title("(d) Theorem 5: SAM's selection", loc="left")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
