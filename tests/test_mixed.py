@@ -149,3 +149,13 @@ def test_a_sample_has_the_same_z_alone_and_among_others(make, seed):
     together = layer(x).detach()
     alone = torch.cat([layer(x[i : i + 1]).detach() for i in range(8)])
     assert ((together - alone).norm(dim=1) <= 1e-12 * together.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("seed", [3, 11, 17, 21])
+def test_a_solution_that_is_exact_to_rounding_is_known_as_one(seed):
+    torch.manual_seed(seed)
+    cell = scaled(OptEq(7, 40, 30).double(), 0.99)
+    x = torch.randn(50, 7, dtype=torch.float64)
+    fn, z = cell.bind(x), cell.initial(x)
+    for _ in range(3):  # the residual is some eps by then: whether it changes along itself cannot be seen
+        z = solve(fn, z, mixed(fn, 1e-12), Stop(rtol=1e-12)).raise_if_failed().z

@@ -98,6 +98,8 @@ def solve_map(
         return _Loop(fn.detach(), z0.detach(), solver, stop, trace, aim, verified, last).run()
 
 
+_ROUNDING = 32.0  # times the precision is what the residual of an exact equilibrium may come to
+
 _FALLS = 0.9  # the part of a residual that a step may leave to be worth taking where the tolerance is met already
 
 
@@ -313,7 +315,9 @@ class _Loop:
         fz = seen.state.value() if seen.state.exact else self.fn(seen.z)
         self.evals += 1 if seen.state.exact else 2
         noise = 2 * self.eps * seen.scale
-        return (seen.size <= noise) | (norm((self.fn(fz) - fz).sub_(fz).add_(seen.z)) > 1e-6 * seen.size + noise)
+        turning = (seen.size <= noise) | (norm((self.fn(fz) - fz).sub_(fz).add_(seen.z)) > 1e-6 * seen.size + noise)
+        unsure = ~turning & (seen.size <= _ROUNDING * noise)  # a change of so small a residual would be lost in rounding
+        return turning | (unsure & ~self.drifts(seen.z)) if unsure.any() else turning
 
     def drifts(self, z: Tensor) -> Tensor:
         """Whether f moves z along itself as the identity does: then z has run away along a direction in which I - J is singular."""
