@@ -381,15 +381,54 @@ def test_without_dask_the_error_says_what_to_install(monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("place", ["result", "as_completed"])
-def test_an_interrupt_that_comes_out_as_an_error_of_python_s_locks_is_an_interrupt(tmp_path, monkeypatch, place):
-    def struck(*args, **kwargs):
-        try:
-            raise KeyboardInterrupt
-        finally:
-            raise RuntimeError("release unlocked lock")
+class SignalError(Exception):
+    """What the handlers of these tests raise."""
 
-    monkeypatch.setattr(*((Future, "result", struck) if place == "result" else (grids, "as_completed", struck)))
-    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
-        run_grid(grid_work.product, {"one": {"a": 1, "b": 2}}, tmp_path, executor=pool)
-    assert not list((tmp_path / "cells").glob("*.json"))
+
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM])
+def raising(request):
+    """A signal, whose handler raises, and is put back."""
+
+    def handler(number, frame):
+        raise SignalError
+
+    before = signal.signal(request.param, handler)
+    yield request.param
+    assert signal.signal(request.param, before) is handler
+
+
+@pytest.mark.parametrize("place", [(ThreadPoolExecutor, "submit"), (Future, "add_done_callback"), (Future, "cancel")])
+def test_a_signal_in_the_midst_of_python_s_own_locks_is_heard_after_them(tmp_path, monkeypatch, raising, place):
+    whole, done = getattr(*place), []
+
+    def struck(*args, **kwargs):
+        if not done:
+            signal.raise_signal(raising)
+        done.append(whole(*args, **kwargs))
+        return done[-1]
+
+    monkeypatch.setattr(*place, struck)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(SignalError):
+        run_grid(grid_work.product, square(), tmp_path, executor=pool)
+    assert len(done) == (4 if place[1] == "cancel" else 1)
+
+
+def test_a_second_signal_is_heard_at_once(tmp_path, raising):
+    heard = []
+
+    class Twice(Here):
+        def submit(self, fn, /, *args, **kwargs):
+            signal.raise_signal(raising)
+            heard.append(1)
+            signal.raise_signal(raising)
+            heard.append(2)
+
+    with pytest.raises(SignalError):
+        run_grid(grid_work.product, square(), tmp_path, executor=Twice())
+    assert heard == [1]
+
+
+def test_a_grid_runs_in_another_thread_than_the_main_one(tmp_path):
+    with ThreadPoolExecutor(1) as caller, ThreadPoolExecutor(1) as pool:
+        outcomes = caller.submit(run_grid, grid_work.product, square(), tmp_path, executor=pool).result()
+    assert [outcome.result["product"] for outcome in outcomes.values()] == [4, 6, 6, 9]

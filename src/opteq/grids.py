@@ -15,20 +15,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import (
-    BrokenExecutor,
-    CancelledError,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    as_completed,
-)
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
@@ -80,7 +73,7 @@ def run_grid(
     infinity in a result become null). Each cell that ends is written to folder/cells/NAME.json, with its settings. A cell that is
     there, finished, with the same settings and of this version of the package, is not run again; one that failed is. A cell whose
     worker process died is submitted again, at most `retries` times. `tell` is called here with each outcome as it is known. An
-    interrupt (Ctrl-C) cancels the cells that are not finished.
+    interrupt (Ctrl-C) cancels the cells that are not finished; it waits for `executor.submit` to return, a second one does not.
 
     Examples:
         >>> from collections import Counter  # a function of a dict that gives one
@@ -125,8 +118,7 @@ class _Grid:
                 same = all(stored[key] == value for key, value in self.about(name).items())
                 finished = Outcome(name, stored["result"], stored["error"], stored["seconds"], cached=True)
             except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                # not there, or not as it was written: it is run, and written anew
-                continue
+                continue  # not there, or not as it was written: it is run, and written anew
             if same and finished.error is None:
                 self.finish(finished)
 
@@ -134,17 +126,20 @@ class _Grid:
         """Submit every cell without an outcome, and collect; those whose worker died are left for the next attempt, if any."""
         left = [name for name in self.cells if name not in self.outcomes]
         futures: dict[Future[dict[str, Any]], str] = {}
+        done: SimpleQueue[Future[dict[str, Any]]] = SimpleQueue()  # which waits without a lock that Ctrl-C could leave held
         try:
             for name in left:
-                futures[_submit(executor, self.function, name, self.cells[name])] = name
-            for future in as_completed(futures):
+                with _held(signal.SIGINT), _held(signal.SIGTERM):
+                    future = _submit(executor, self.function, name, self.cells[name])
+                    futures[future] = name
+                    future.add_done_callback(done.put)
+            for _ in left:
+                future = done.get()
                 self.collect(futures[future], future, last=last)
-        except RuntimeError as error:
-            _raise_interrupt(error)
-            raise
         finally:
-            for future in futures:
-                future.cancel()
+            with _held(signal.SIGINT), _held(signal.SIGTERM):
+                for future in futures:
+                    future.cancel()
 
     def collect(self, name: str, future: "Future[dict[str, Any]]", *, last: bool) -> None:
         """Write what came of the cell; nothing, if its worker died and there is another attempt."""
@@ -157,7 +152,6 @@ class _Grid:
             times = "once" if self.deaths[name] == 1 else f"{self.deaths[name]} times"
             done = _failed(f"its worker process died {times} (killed, out of memory, or a crash)")
         except Exception as error:  # such as Dask's KilledWorker
-            _raise_interrupt(error)
             done = _failed(_one_line(error))
         write_atomic(self.paths[name], json.dumps(_sealed(self.about(name) | done), indent=1, allow_nan=False) + "\n")
         self.finish(Outcome(name, done["result"], done["error"], done["seconds"], cached=False))
@@ -168,12 +162,26 @@ class _Grid:
         self.tell(outcome)
 
 
-def _raise_interrupt(error: BaseException | None) -> None:
-    """Ctrl-C within Python's own locks can come out as their RuntimeError ("release unlocked lock"): it is Ctrl-C all the same."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            raise error
-        error = error.__context__
+@contextmanager
+def _held(number: signal.Signals) -> Iterator[None]:
+    """A signal that comes in the block is heard at its end; a second one at once, for the block may be long."""
+    # An exception of a handler, such as Ctrl-C's, may leave a lock of `threading` held: some worker would wait for it for ever.
+    handler, came = signal.getsignal(number), list[FrameType | None]()
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, handler)
+        came.append(frame)
+
+    signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
+        if came:
+            handler(number, came[0])
 
 
 def _submit(executor: Executor, function: Function, name: str, settings: dict[str, Any]) -> "Future[dict[str, Any]]":
@@ -300,20 +308,8 @@ def executor(kind: Kind, *, address: str | None = None, workers: int = 2, thread
     check_integer("executor", "threads", threads, 1)
     if kind == "local" and address is not None:
         raise ValueError(invalid("executor", "address", "None unless the kind is 'dask'", address))
-    with _dask(address, workers, threads) if kind == "dask" else _local(workers, threads) as found:
+    with _dask(address, workers, threads) if kind == "dask" else _Processes(workers, threads) as found:
         yield found
-
-
-@contextmanager
-def _local(workers: int, threads: int) -> Iterator[Executor]:
-    processes = _Processes(workers, threads)
-    try:
-        yield processes
-    except BaseException:
-        processes.terminate()
-        raise
-    finally:
-        processes.shutdown()
 
 
 @contextmanager
@@ -345,10 +341,9 @@ class _Processes(Executor):
 
     def __init__(self, workers: int, threads: int) -> None:
         self._feeders = ThreadPoolExecutor(workers, thread_name_prefix="opteq-grid")
-        self._threads = threads
+        self._threads, self._ended = threads, False
         self._own = threading.local()
         self._pools: dict[int, ProcessPoolExecutor] = {}  # by the id of their one process
-        self._ended = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         return self._feeders.submit(self._call, fn, *args, **kwargs)
@@ -360,7 +355,7 @@ class _Processes(Executor):
             if self._ended:  # while this process was starting
                 raise CancelledError
             return self._pools[self._own.pid].submit(fn, *args, **kwargs).result()
-        except BrokenProcessPool:
+        except BrokenExecutor:
             self._own.pid = None
             raise
 
@@ -382,6 +377,11 @@ class _Processes(Executor):
         self._feeders.shutdown(wait=wait, cancel_futures=cancel_futures)
         for pool in self._pools.values():
             pool.shutdown(wait=wait)
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is not None:
+            self.terminate()
+        self.shutdown()
 
 
 def _prepare(threads: int) -> None:  # pragma: no cover - in a worker that is killed before it could tell

@@ -9,7 +9,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -33,25 +33,32 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def _listening() -> Iterator[None]:
-    """Inside, an alarm is a KeyboardInterrupt wherever it comes."""
-    open_ = [True]
+    """Inside, an alarm is a Ctrl-C wherever it comes."""
+    open_, pressed = [True], list[bool]()
 
-    def strike(number: int, frame: FrameType | None) -> None:
-        if not open_:
-            return
+    def press(number: int, frame: FrameType | None) -> None:
         if frame is not None and frame.f_code.co_filename in _LATER:
             signal.setitimer(signal.ITIMER_REAL, _SOON)
-            return
-        open_.clear()
-        raise Interrupted
+        else:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGALRM, strike)
+    def strike(number: int, frame: FrameType | None) -> None:
+        if not pressed:  # by us, but by the user
+            signal.default_int_handler(number, frame)
+        pressed.clear()
+        if open_:
+            open_.clear()
+            raise Interrupted
+
+    before = signal.signal(signal.SIGINT, strike), signal.signal(signal.SIGALRM, press)
     try:
         yield
     finally:
         open_.clear()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, before[1])
+        signal.signal(signal.SIGINT, before[0])
 
 
 @contextmanager
@@ -101,6 +108,30 @@ def _traced(work: Callable[[], Any], k: int | None) -> int:
     return count
 
 
+def interrupt_within(files: Collection[str], work: Callable[[], Any], k: int) -> bool:
+    """Do the work with a KeyboardInterrupt at the k-th line or return of these files, exactly; whether it came so far."""
+    count = 0
+
+    def local(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event in ("line", "return")
+        if count == k:
+            sys.settrace(None)
+            count += 1
+            signal.raise_signal(signal.SIGINT)
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: local if frame.f_code.co_filename in files else None)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
 def moments(draw: random.Random, seconds: float) -> Iterator[float]:
     """Random moments within about so many seconds, later and later: a machine that is busy gets there in the end."""
     return (draw.uniform(0, seconds) * (1 + i / 5) for i in count())
@@ -115,3 +146,16 @@ def killed_after(seconds: float, pid: int) -> bool:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return True
+
+
+def ended_within(seconds: float, pid: int) -> bool:
+    """Wait for a child, and end it after a time; whether it was done, and well."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False

@@ -2,14 +2,26 @@
 
 import os
 import random
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, _base, thread
+from functools import partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from interruptions import Interrupted, interrupt_at, interrupted_after, killed_after, lines_of, moments
+from interruptions import (
+    Interrupted,
+    ended_within,
+    interrupt_at,
+    interrupt_within,
+    interrupted_after,
+    killed_after,
+    lines_of,
+    moments,
+)
 from stress_cases import make_case
 from test_stress_threads import everything, same
 from torch import Tensor, nn
@@ -218,3 +230,20 @@ def test_grids_that_are_interrupted_keep_what_was_finished(tmp_path, amount, tal
             n: {"product": c["a"] * c["b"]} for n, c in cells.items()
         }
     tally("interruptions", struck)
+
+
+def test_a_grid_that_is_interrupted_at_any_line_of_python_s_own_locks_does_not_hang(tmp_path, tally):
+    files, told = {threading.__file__, thread.__file__, _base.__file__}, tmp_path / "told"
+    cells = {name: {"a": 2, "b": 3} for name in "xy"}
+
+    def interrupt_each():
+        for k in count(1):
+            with ThreadPoolExecutor(1) as executor:  # waits for its thread, which waits for ever if a lock was left held
+                work = partial(run_grid, grid_work.product, cells, tmp_path / str(k), executor=executor)
+                if not interrupt_within(files, work, k):
+                    return
+            told.write_text(str(k))
+
+    assert ended_within(60, in_child(interrupt_each)), f"it hangs after {told.read_text()}"
+    assert int(told.read_text()) > 50
+    tally("interruptions", int(told.read_text()))
