@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opteq.batch import taken
-from opteq.checks import is_transformed
+from opteq.checks import check_floating, invalid, is_transformed
 from opteq.tree import Tree
 
 Pullback: TypeAlias = Callable[..., tuple[Tensor, ...]]
@@ -108,6 +108,20 @@ class CallableMap(Map):
 
     def __call__(self, z: Tensor) -> Tensor:
         return self.f(z)
+
+
+def as_map(owner: str, fn: object) -> Map:
+    """The map that was given, or made of any other callable."""
+    if not callable(fn):
+        raise TypeError(invalid(owner, "fn", "a Map or a callable", fn))
+    return fn if isinstance(fn, Map) else CallableMap(fn)
+
+
+def check_states(owner: str, name: str, z: Tensor) -> None:
+    """Raise unless z is a batch of states, each of at least one number."""
+    check_floating(owner, name, z)
+    if z.ndim == 0 or 0 in z.shape[1:]:
+        raise ValueError(invalid(owner, name, "of shape [batch, ...] with no empty dimension but the batch", list(z.shape)))
 
 
 def first_value(fn: Map, z0: Tensor) -> Tensor:

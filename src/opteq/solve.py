@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from opteq.batch import norm, per_sample_like
-from opteq.checks import check_floating, check_instance, invalid
-from opteq.maps import CallableMap, Jacobian, Map, first_value
+from opteq.checks import check_instance
+from opteq.maps import CallableMap, Jacobian, Map, as_map, check_states, first_value
 from opteq.solution import ConvergenceError, Solution, Status, Stop, Trace, relative
 from opteq.solver import ResidualState, Solver, State, ValueState, evaluates
 from opteq.tree import per_sample
@@ -68,13 +68,9 @@ def solve(
     stop = Stop() if stop is None else stop
     check_instance("solve", "solver", solver, Solver, "a Solver, such as Anderson()")
     check_instance("solve", "stop", stop, Stop, "a Stop")
-    check_floating("solve", "z0", z0)
-    if z0.ndim == 0 or 0 in z0.shape[1:]:
-        raise ValueError(invalid("solve", "z0", "of shape [batch, ...] with no empty dimension but the batch", list(z0.shape)))
-    if not callable(fn):
-        raise TypeError(invalid("solve", "fn", "a Map or a callable", fn))
-    map_ = fn if isinstance(fn, Map) else CallableMap(fn)
-    return solve_map(map_, z0, solver, stop, Trace(z=() if iterates else None) if record or iterates else None)
+    check_states("solve", "z0", z0)
+    trace = Trace(z=() if iterates else None) if record or iterates else None
+    return solve_map(as_map("solve", fn), z0, solver, stop, trace)
 
 
 def solve_map(

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from opteq.batch import at_least_single, flat, per_sample_like, sound_samples
-from opteq.checks import check_floating, check_instance, invalid
+from opteq.checks import check_instance
 from opteq.diagnostics.arnoldi import NONFINITE, UNSURE, Arnoldi, Array, Eigenvalues, Matrix, NotFiniteError
 from opteq.diagnostics.finding import Columns, Finding
 from opteq.diagnostics.keeping import undisturbed
 from opteq.diagnostics.probing import probe
 from opteq.equilibrium import ConvergenceWarning
-from opteq.maps import CallableMap, Jacobian, Map, first_value
+from opteq.maps import Jacobian, Map, as_map, check_states, first_value
 from opteq.solution import finite
 
 if TYPE_CHECKING:
@@ -164,14 +164,11 @@ def spectrum_of(
 
 def _spectrum(owner: str, fn: Function, z: Tensor, find: Arnoldi) -> JacobianSpectrum:
     find.check(owner)
-    check_floating(owner, "z", z)
-    if z.ndim == 0 or 0 in z.shape[1:]:
-        raise ValueError(invalid(owner, "z", "of shape [batch, ...] with no empty dimension but the batch", list(z.shape)))
-    if not callable(fn):
-        raise TypeError(invalid(owner, "fn", "a Map or a callable", fn))
+    check_states(owner, "z", z)
+    map_ = as_map(owner, fn)
     find = replace(find, k=min(find.k, math.prod(z.shape[1:])))
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), torch.autocast(z.device.type, enabled=False):
-        found = _samples((fn if isinstance(fn, Map) else CallableMap(fn)).detach(), z.detach(), find)
+        found = _samples(map_.detach(), z.detach(), find)
     _warn(owner, found)
     shape = (len(found), find.k)
     return JacobianSpectrum(

@@ -15,7 +15,7 @@ from opteq.cells.deep import DeepOptEq
 from opteq.cells.optimization import OptEq
 from opteq.checks import check_finite, check_floating, check_number, check_shape, invalid
 from opteq.equilibrium import Equilibrium
-from opteq.maps import CallableMap, Map, first_value, pullback
+from opteq.maps import Map, as_map, first_value, pullback
 
 __all__ = ["ProxTest", "UnitLayers", "WeightTied", "from_feedforward", "is_prox", "solve_factor", "unit_layers", "weight_tied"]
 
@@ -425,10 +425,9 @@ def is_prox(fn: Map | Callable[[Tensor], Tensor], z: Tensor, *, tolerance: float
     check_floating("is_prox", "z", z)
     if z.ndim == 0 or z.numel() == 0:
         raise ValueError(invalid("is_prox", "z", "of shape [batch, ...] and not empty", list(z.shape)))
-    if not callable(fn):
-        raise TypeError(invalid("is_prox", "fn", "a Map or a callable", fn))
+    map_ = as_map("is_prox", fn).detach()
     check_number("is_prox", "tolerance", tolerance, 0.0)
-    z, map_ = z.detach(), (fn if isinstance(fn, Map) else CallableMap(fn)).detach()
+    z = z.detach()
     value = first_value(map_, z).detach()
     J = _jacobians(map_, z)
     if not (value.isfinite().all() and J.isfinite().all()):
