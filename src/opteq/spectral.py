@@ -292,9 +292,8 @@ def _peak(kernel: Tensor, rows: int, columns: int, floor: float) -> Tensor:
     scale = float(kernel.abs().max())
     peak = 0
     if 0 < scale < math.inf:  # otherwise every place is as good
-        best = (
-            min(floor / scale, 1e15) ** 2
-        )  # no kernel with entries up to 1 has such a norm, and single precision holds the square
+        # No kernel with entries up to 1 has a norm of 1e15, and single precision holds its square.
+        best = min(floor / scale, 1e15) ** 2
         count = rows * (columns // 2 + 1)
         step = min(count, max(1, _CHUNK // kernel.shape[2] ** 2))
         space = _Space(step, kernel.shape[2], kernel)
