@@ -233,25 +233,18 @@ def judge(counted: Mapping[str, Any], paths: Mapping[str, Any], rows: Mapping[st
             f"{name}, millions": within(counted[name]["2 stages"]["total"], printed["total"] - 0.5, printed["total"] + 0.5)
             for name, printed in PRINTED.items()
         },
-        "reading": {
-            f"{name}, {what}": within(value, low, high)
-            for name, printed in PRINTED.items()
-            for what, value, low, high in (
-                (
-                    "extractor of three stages",
-                    counted[name]["3 stages"]["extractor"],
-                    printed["extractor"],
-                    printed["extractor"] + 1,
-                ),
-                (
-                    "head without its linear map",
-                    counted[name]["2 stages"]["head without linear map"],
-                    printed["head"] - 0.5,
-                    printed["head"] + 0.5,
-                ),
-            )
-        },
+        "reading": readings(counted),
     }
+
+
+def readings(counted: Mapping[str, Any]) -> Measured:
+    """How the printed sizes of the parts may come about."""
+    found = {}
+    for name, printed in PRINTED.items():
+        extractor, head = counted[name]["3 stages"]["extractor"], counted[name]["2 stages"]["head without linear map"]
+        found[f"{name}, extractor of three stages"] = within(extractor, printed["extractor"], printed["extractor"] + 1)
+        found[f"{name}, head without its linear map"] = within(head, printed["head"] - 0.5, printed["head"] + 0.5)
+    return found
 
 
 def accuracy(rows: Mapping[str, Mapping[str, Any]], name: str) -> float:
