@@ -13,7 +13,7 @@ from opteq.gradients import Unrolled
 from opteq.linear import CG, GMRES, DualCG, LinearizedMap, Neumann
 from opteq.regularizers import L2
 from opteq.solve import CallableMap, State, Trace, ValueState, norm
-from opteq.solvers import SAM, Accelerated, Anderson, Broyden, ForwardBackward, Newton, PeacemanRachford, Picard
+from opteq.solvers import SAM, Accelerated, Anderson, Broyden, DualSplitting, ForwardBackward, Newton, PeacemanRachford, Picard
 
 f64 = torch.float64
 ACCELERATED = [Anderson(), Anderson(memory=1), Broyden(), Newton()]
@@ -189,7 +189,7 @@ def adjoint(fn: Map) -> Map:
 
 TRACED: dict[str, tuple[Map, Solver, int]] = {
     **{str(solver): (uneven_tanh(batch=12, n=6), solver, 6) for solver in (Picard(), Picard(0.5), *ACCELERATED, Accelerated())},
-    **{f"dual {solver}": (dense_opteq(), solver, 20) for solver in (Newton(), Accelerated())},
+    **{f"dual {solver}": (dense_opteq(), solver, 20) for solver in (Newton(), Accelerated(), DualSplitting())},
     **{f"monotone {solver}": (monotone(), solver, 8) for solver in (ForwardBackward(), PeacemanRachford(), Anderson())},
     **{f"adjoint {solver}": (adjoint(dense_opteq()), solver, 20) for solver in (CG(), DualCG(), GMRES(restart=4), Neumann())},
     "SAM": (uneven_tanh(batch=12, n=6), SAM(L2()), 6),

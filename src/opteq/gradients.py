@@ -21,7 +21,7 @@ from opteq.logs import new_trace
 from opteq.maps import Map, first_value
 from opteq.solution import ConvergenceError, Solution, Stop, Trace, finite, relative
 from opteq.solver import Solver, State, ValueState
-from opteq.solvers import Anderson, MixedPrecision, Newton, PeacemanRachford, Picard
+from opteq.solvers import Anderson, DualSplitting, MixedPrecision, PeacemanRachford, Picard
 from opteq.solvers.splitting import SplitLinear
 from opteq.splitting import SplitMap
 
@@ -58,13 +58,13 @@ class Gradient(ABC):
 
 
 def default_solver(fn: Map) -> Solver:
-    """The method taken when none is named: Newton on the dual of a convex map, where that is cheaper; Peaceman-Rachford for a
+    """The method taken when none is named: Peaceman-Rachford, on the dual of a convex map where that is cheaper, or on a
     monotone map with a resolvent; else Anderson. Large maps in float64 take it `in_mixed_precision`.
 
     It depends on the map only, never on the batch, so that a sample is solved in the same way alone and among others.
     """
     if isinstance(fn, ConvexMap) and fn.dual_pays():
-        return Newton()
+        return DualSplitting()
     return PeacemanRachford() if isinstance(fn, SplitMap) and fn.has_resolvent() else Anderson()
 
 
