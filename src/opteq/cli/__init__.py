@@ -14,27 +14,22 @@ __all__ = ["main"]
 
 
 class Command(NamedTuple):
-    """A command: the module that does it, a line about it, and an example."""
+    """A command, which the module of its name does: a line about it, and an example."""
 
-    module: str
     about: str
     example: str
 
 
 COMMANDS = {
-    "train": Command("train", "Train a model, in a run folder.", "opteq train deep --data.name digits --train.epochs 8"),
-    "certify": Command("certify", "Ask whether training is sure to converge.", "opteq certify scaled-relu --init --train 50"),
-    "experiment": Command("experiment", "Repeat an experiment of the papers.", "opteq experiment opteq_theorems --preset smoke"),
-    "landscape": Command(
-        "landscape", "Draw the loss around the weights of a run.", "opteq landscape runs/digits-deep-1 --steps 21"
-    ),
-    "diagnose": Command("diagnose", "Look into a trained run: solvers, iterates, spectra.", "opteq diagnose runs/digits-deep-1"),
-    "report": Command(
-        "report", "Write or serve run folders as one HTML page.", "opteq report runs/digits-deep-1 runs/digits-deep-2"
-    ),
-    "bench": Command("bench", "Measure the library on this machine.", "opteq bench --rounds 3"),
-    "data": Command("data", "List the data sets, or look at one.", "opteq data show digits"),
-    "info": Command("info", "Versions and devices, for a bug report.", "opteq info"),
+    "train": Command("Train a model, in a run folder.", "opteq train deep --data.name digits --train.epochs 8"),
+    "certify": Command("Ask whether training is sure to converge.", "opteq certify scaled-relu --init --train 50"),
+    "experiment": Command("Repeat an experiment of the papers.", "opteq experiment opteq_theorems --preset smoke"),
+    "landscape": Command("Draw the loss around the weights of a run.", "opteq landscape runs/digits-deep-1 --steps 21"),
+    "diagnose": Command("Look into a trained run: solvers, iterates, spectra.", "opteq diagnose runs/digits-deep-1"),
+    "report": Command("Write or serve run folders as one HTML page.", "opteq report runs/digits-deep-1 runs/digits-deep-2"),
+    "bench": Command("Measure the library on this machine.", "opteq bench --rounds 3"),
+    "data": Command("List the data sets, or look at one.", "opteq data show digits"),
+    "info": Command("Versions and devices, for a bug report.", "opteq info"),
 }
 
 EXITS = """exit codes:
@@ -87,7 +82,7 @@ def dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         raise ValueError(f"there is no command {name!r}: {f'did you mean {near[0]!r}?' if near else 'see opteq --help'}")
-    module = import_module(f"opteq.cli.{COMMANDS[name].module}")
+    module = import_module(f"opteq.cli.{name}")
     code: int = getattr(module, name)(rest)
     return code
 
