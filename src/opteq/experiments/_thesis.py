@@ -37,7 +37,7 @@ def adam(epochs: int, seed: int, keep: int = 1) -> TrainConfig:
     """The thesis's training: Adam from 1e-3 on, a cosine down to 0, batches of 100; and no end where solves do not converge."""
     return TrainConfig(
         epochs=epochs, batch_size=100, optimizer="adam", lr=1e-3, schedule="cosine", seed=seed, least_converged=0.0, keep=keep
-    )  # fmt: skip
+    )
 
 
 # --- one cell -------------------------------------------------------------------------------------------------------------------

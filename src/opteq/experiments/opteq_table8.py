@@ -273,7 +273,7 @@ def judge(config: Config, rows: Mapping[str, Mapping[str, float]], equal: Mappin
             "bytes of a step with 1e-3 over those with 1e-2": at_most(of(tight, "bytes") / of(loose, "bytes"), 1.05),
             f"bytes of a step with 1e-3 over those of {unrolled[0]}": at_most(of(tight, "bytes") / of(unrolled[0], "bytes"), 1.0),
         },
-    }  # fmt: skip
+    }
 
 
 def ratios(of: Callable[[str, str], float], names: Sequence[str], what: str) -> list[float]:

@@ -84,9 +84,7 @@ def deep_opteq(
         for width in check_widths("deep_opteq", "hidden", hidden)
     ]
     _draw(layers, draw, constrained)
-    cell = DeepOptEq(
-        layers, regularizer=regularizer, mode=mode, learn_alpha=learn_alpha, gamma=gamma, evaluation=evaluation
-    )  # fmt: skip
+    cell = DeepOptEq(layers, regularizer=regularizer, mode=mode, learn_alpha=learn_alpha, gamma=gamma, evaluation=evaluation)
     return Classifier(
         Stem(in_channels, channels, kernel_size=extractor_kernel, stride=stride, norm=norm),
         Equilibrium(cell, solver, stop, gradient, on_failure),
