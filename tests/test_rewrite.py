@@ -16,7 +16,8 @@ from opteq import Equilibrium, Stop
 from opteq.activations import leaky_relu, soft_threshold
 from opteq.cells import DeepOptEq, FunctionCell, OptEq
 from opteq.regularizers import L1, L2, Incay
-from opteq.theory.rewrite import ProxTest, WeightTied, from_feedforward, is_prox, solve_factor, unit_layers, weight_tied
+from opteq.theory.prox import ProxTest, is_prox
+from opteq.theory.rewrite import WeightTied, from_feedforward, solve_factor, unit_layers, weight_tied
 
 REWRITES: list[Callable[[nn.Sequential], nn.Module]] = [from_feedforward, unit_layers, weight_tied]
 rewrites = pytest.mark.parametrize("rewrite", REWRITES, ids=lambda f: f.__name__)

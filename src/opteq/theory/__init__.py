@@ -24,7 +24,8 @@ from opteq.theory.lipschitz import CertifiedRadius, LipschitzBound, certified_ra
 from opteq.theory.ntk import empirical_ntk
 from opteq.theory.objective import envelope, inclusion_residual, objective
 from opteq.theory.problem import Problem, Requirement, recover_problem
-from opteq.theory.rewrite import ProxTest, UnitLayers, WeightTied, from_feedforward, is_prox, solve_factor, unit_layers, weight_tied
+from opteq.theory.prox import ProxTest, is_prox
+from opteq.theory.rewrite import UnitLayers, WeightTied, from_feedforward, solve_factor, unit_layers, weight_tied
 
 __all__ = [
     "CertifiedPredictions",
