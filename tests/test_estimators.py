@@ -518,12 +518,3 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ImportError, match=r"scikit-learn: pip install 'opteq\[train\]'"):
         importlib.reload(estimators)
-
-
-def test_the_blocks_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "estimators.md").read_text(), re.DOTALL)
-    names = {}
-    for block in blocks:
-        exec(compile(block, "estimators.md", "exec"), names)
-    assert len(blocks) >= 3

@@ -144,20 +144,15 @@ def test_public_names_are_there_and_documented(module, names):
         assert getattr(module, name).__doc__
 
 
-@pytest.fixture(scope="module")
-def fresh() -> subprocess.CompletedProcess[str]:
-    """A process that says what importing opteq imports, uses a certificate, and asks for a name that is not there."""
+def test_importing_opteq_imports_no_compiler_and_certificates_when_they_are_used():
+    """In a process of its own. torch._dynamo alone takes seconds to import."""
     code = "import torch, sys; before = set(sys.modules); import opteq; print(sorted(set(sys.modules) - before)); "
     code += "opteq.theory.certificates.certify; opteq.theory.nothing"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def test_importing_opteq_imports_no_compiler(fresh):
-    """torch._dynamo alone takes seconds to import."""
-    found = fresh.stdout
-    assert "opteq.solve" in found
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "opteq.solve" in found.stdout
     for heavy in ("torch._dynamo", "torch._inductor", "scipy", "rich", "matplotlib", "sklearn"):
-        assert f"'{heavy}" not in found
+        assert f"'{heavy}" not in found.stdout
+    assert "module 'opteq.theory' has no attribute 'nothing'" in found.stderr
 
 
 def test_every_erratum_names_a_test_that_exists():
@@ -166,7 +161,3 @@ def test_every_erratum_names_a_test_that_exists():
     assert len(named) > 25
     for file, name in named:
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
-
-
-def test_certificates_are_imported_when_they_are_used(fresh):
-    assert "module 'opteq.theory' has no attribute 'nothing'" in fresh.stderr

@@ -80,6 +80,11 @@ def test_a_page_runs_and_prints_what_it_shows(page, capsys, tmp_path, monkeypatc
         assert shows(shown, printed), f"{page} shows\n{shown}\nbut this was printed:\n{printed}"
 
 
+@pytest.mark.parametrize("page", ["estimators.md", "models.md"])
+def test_a_page_of_a_part_shows_it_at_work(page):
+    assert [kind for kind, _, _ in BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))].count("python") >= 3
+
+
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
 def test_blocks_say_what_they_are(page):
     """`py` is the code of other libraries, which need not be installed; it has to be Python all the same."""
