@@ -37,11 +37,13 @@ def _listening() -> Iterator[None]:
     open_, pressed = [True], list[bool]()
 
     def press(number: int, frame: FrameType | None) -> None:
+        if not open_:
+            return
         if frame is not None and frame.f_code.co_filename in _LATER:
             signal.setitimer(signal.ITIMER_REAL, _SOON)
-        else:
-            pressed.append(True)
-            signal.raise_signal(signal.SIGINT)
+            return
+        pressed.append(True)
+        signal.raise_signal(signal.SIGINT)
 
     def strike(number: int, frame: FrameType | None) -> None:
         if not pressed:  # by us, but by the user
