@@ -33,6 +33,8 @@ def misbehave(settings):
             sys.exit("gone")
         case "interrupt":
             raise KeyboardInterrupt
+        case "Ctrl-C":
+            signal.raise_signal(signal.SIGINT)
         case "kill always":
             os.kill(os.getpid(), signal.SIGKILL)
         case "kill once":

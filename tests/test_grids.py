@@ -7,8 +7,9 @@ import subprocess
 import sys
 import textwrap
 import threading
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -426,6 +427,12 @@ def test_a_second_signal_is_heard_at_once(tmp_path, raising):
     with pytest.raises(SignalError):
         run_grid(grid_work.product, square(), tmp_path, executor=Twice())
     assert heard == [1]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_process_that_is_forked_as_a_cell_is_submitted_hears_signals_at_once(tmp_path):
+    with ProcessPoolExecutor(1, get_context("fork")) as pool, pytest.raises(KeyboardInterrupt):
+        run_grid(grid_work.misbehave, {"x": {"do": "Ctrl-C"}}, tmp_path, executor=pool)
 
 
 def test_a_grid_runs_in_another_thread_than_the_main_one(tmp_path):

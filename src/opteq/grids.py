@@ -166,7 +166,7 @@ class _Grid:
 def _held(number: signal.Signals) -> Iterator[None]:
     """A signal that comes in the block is heard at its end; a second one at once, for the block may be long."""
     # An exception of a handler, such as Ctrl-C's, may leave a lock of `threading` held: some worker would wait for it for ever.
-    handler, came = signal.getsignal(number), list[FrameType | None]()
+    handler, came, process = signal.getsignal(number), list[FrameType | None](), os.getpid()
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -174,6 +174,8 @@ def _held(number: signal.Signals) -> Iterator[None]:
     def hold(number: int, frame: FrameType | None) -> None:
         signal.signal(number, handler)
         came.append(frame)
+        if os.getpid() != process:  # one that was forked in the block, and does not come to its end
+            handler(number, frame)
 
     signal.signal(number, hold)
     try:
@@ -341,8 +343,7 @@ class _Processes(Executor):
 
     def __init__(self, workers: int, threads: int) -> None:
         self._feeders = ThreadPoolExecutor(workers, thread_name_prefix="opteq-grid")
-        self._threads, self._ended = threads, False
-        self._own = threading.local()
+        self._threads, self._own, self._ended = threads, threading.local(), False
         self._pools: dict[int, ProcessPoolExecutor] = {}  # by the id of their one process
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
