@@ -1,10 +1,14 @@
 """What the README, the examples and the public names promise."""
 
 import json
+import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 import opteq
 from opteq import cells, data, diagnostics, estimators, gradients, models, regularizers, solvers, theory, training
 from opteq.theory import certificates
+from processes import finish, import_optimizers, in_child
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,14 +64,28 @@ def test_every_example_is_run_and_listed():
         assert f"[{path.name}]({path.name})" in page
 
 
-def test_two_processes_train_as_one():
-    """The example under torchrun; a line of the first process says how far its weights are from those of one process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_two_processes_train_as_one(tmp_path, monkeypatch):
+    """The example on two processes, told so as torchrun does, which test_pages.py starts; a line of the first process says how far
+    its weights are from those of one process.
+    """
     path = ROOT / "examples" / "distributed.py"
-    found = subprocess.run([*command, str(path), "--quick"], capture_output=True, text=True, check=False, timeout=600)
-    assert found.returncode == 0, found.stderr
-    assert "2 processes" in found.stdout
-    (difference,) = re.findall(r"differ by (\S+) of themselves", found.stdout)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    for name, value in group.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [str(path), "--quick"])
+
+    def run(rank: int) -> None:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        with (tmp_path / f"{rank}.txt").open("w") as file, redirect_stdout(file):
+            runpy.run_path(str(path), run_name="__main__")
+
+    import_optimizers()
+    assert [finish(pid) for pid in [in_child(partial(run, rank)) for rank in range(2)]] == [0, 0]
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert "2 processes" in first
+    assert not second
+    (difference,) = re.findall(r"differ by (\S+) of themselves", first)
     assert float(difference) < 1e-6
 
 
