@@ -94,7 +94,7 @@ def test_samples_that_it_does_not_help_go_on_by_newton():
     fn, z0, stop = cell.bind(x).detach(), cell.initial(x), Stop(rtol=1e-5)
     solver = DualSplitting()
     state, form = solver.init(solver.prepare(fn), z0), solver.prepare(fn)
-    for _ in range(8):
+    for _ in range(9):  # after eight it is asked who is slow
         state = solver.step(form, state)
     assert 0 < int(state.reflected.sum()) < len(x)  # both kinds in one batch
     found = solve(fn, z0, solver, stop).raise_if_failed()
