@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,9 @@ def import_optimizers() -> None:
 
 def in_child(function: Callable[[], object]) -> int:
     """Start a function in a forked process, which exits with 0 if it returns."""
-    pid = os.fork()
+    with warnings.catch_warnings():  # of JAX, where a benchmark has imported it: the child does not use it
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        pid = os.fork()
     if pid:
         return pid
     try:
