@@ -61,42 +61,28 @@ def inverse(A: Tensor) -> Tensor:
 
 
 def _inverse(A: Tensor) -> Tensor:
+    half = len(A) // 2
     if len(A) < _SMALL or not _quick(A, A):
         whole: Tensor = torch.linalg.inv(A)
         return whole
-    first, right, low, last = _quarters(A)
+    above, below = A[:half], A[half:]
+    first, right, low = above[:, :half].contiguous(), above[:, half:].contiguous(), below[:, :half].contiguous()
     first = _inverse(first)
     left = product(low, first)
-    last = _inverse(last - product(left, right))  # of the Schur complement, which is positive definite again
+    last = _inverse(below[:, half:] - product(left, right))  # of the Schur complement, which is positive definite again
     corner = product(product(first, right), last)
-    return _whole(first + product(corner, left), -corner, -product(last, left), last)
+    out = torch.empty_like(A)
+    out[:half, :half] = first + product(corner, left)
+    out[:half, half:] = -corner
+    out[half:, :half] = -product(last, left)
+    out[half:, half:] = last
+    return out
 
 
 def definite_inverse(A: Tensor) -> Tensor | None:
-    """A^-1 of a symmetric matrix, by halves as above; None where it is not positive definite."""
-    if len(A) < _SMALL or not _quick(A, A):
-        factor, failed = torch.linalg.cholesky_ex(A)
-        return None if bool(failed) else torch.cholesky_inverse(factor)
-    first, right, _, last = _quarters(A)
-    begun = definite_inverse(first)
-    if begun is None:
-        return None
-    solved = product(begun, right)
-    ended = definite_inverse(last - product(right.T, solved))
-    if ended is None:
-        return None
-    corner = product(solved, ended)
-    return _whole(begun + product(corner, solved.T), -corner, -corner.T, ended)
-
-
-def _quarters(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    half = len(A) // 2
-    above, below = A[:half], A[half:]
-    return above[:, :half].contiguous(), above[:, half:].contiguous(), below[:, :half].contiguous(), below[:, half:].contiguous()
-
-
-def _whole(first: Tensor, right: Tensor, low: Tensor, last: Tensor) -> Tensor:
-    return torch.cat([torch.cat([first, right], 1), torch.cat([low, last], 1)])
+    """A^-1 of a symmetric matrix by its Cholesky factor, in half of the time; None where A is not positive definite."""
+    factor, failed = torch.linalg.cholesky_ex(A)
+    return None if bool(failed) else torch.cholesky_inverse(factor)
 
 
 class _Product(torch.autograd.Function):
