@@ -139,14 +139,26 @@ def test_without_a_formula_of_the_prox_it_is_newton(activation):
     assert found.evals == newton.evals
 
 
-def test_it_is_the_default_of_dense_layers_and_the_first_stage_of_mixed_precision():
-    x = torch.randn(4, 3)
-    layer = Equilibrium(OptEq(3, 8, 8))
+def test_it_is_the_default_of_dense_layers_where_there_are_samples_enough():
+    torch.manual_seed(0)
+    x, layer = torch.randn(4, 3), Equilibrium(OptEq(3, 8, 8))
     assert torch.equal(layer(x), Equilibrium(layer.cell, DualSplitting())(x))
-    large = Equilibrium(OptEq(3, 300, 300).double(), stop=Stop(rtol=1e-8))
-    problem = large.gradient.problem(large.cell.bind(x.double()), None, large.stop, lambda *_: None)
-    assert isinstance(problem.solver, MixedPrecision)
-    assert problem.solver.solver == DualSplitting()
+    assert torch.equal(layer(x[:3]), Equilibrium(layer.cell, Newton())(x[:3]))
+    layer.double()
+    assert torch.equal(layer(x.double()), Equilibrium(layer.cell, Newton())(x.double()))
+
+
+def test_a_sample_has_its_equilibrium_alone_and_among_others_whatever_the_default():
+    torch.manual_seed(0)
+    layer = Equilibrium(OptEq(3, 260, 260).double(), stop=Stop(rtol=1e-10))
+    layer.cell.W.data *= 0.97 / torch.linalg.matrix_norm(layer.cell.W.data, 2)
+    x = torch.randn(140, 3, dtype=torch.float64)
+    solvers = [layer.gradient.problem(layer.cell.bind(rows), None, layer.stop, lambda *_: None).solver for rows in (x, x[:1])]
+    assert all(isinstance(solver, MixedPrecision) for solver in solvers)
+    assert [solver.solver for solver in solvers] == [DualSplitting(), Newton()]
+    z = layer(x).detach()
+    for row in range(0, 140, 20):
+        torch.testing.assert_close(layer(x[row : row + 1])[0], z[row], rtol=0, atol=1e-12 * float(z[row].norm()))
 
 
 def test_maps_without_a_dual_are_refused():
