@@ -151,7 +151,7 @@ def test_a_sample_has_the_same_z_alone_and_among_others(make, seed):
     assert ((together - alone).norm(dim=1) <= 1e-12 * together.norm(dim=1)).all()
 
 
-@pytest.mark.parametrize("seed", [3, 11, 17, 21])
+@pytest.mark.parametrize("seed", [12, 14, 18, 26])
 def test_a_solution_that_is_exact_to_rounding_is_known_as_one(seed):
     torch.manual_seed(seed)
     cell = scaled(OptEq(7, 40, 30).double(), 0.99)

@@ -313,11 +313,15 @@ class _Loop:
         noise = 2 * self.eps * seen.scale
         turning = (seen.size <= noise) | (norm((self.fn(fz) - fz).sub_(fz).add_(seen.z)) > 1e-6 * seen.size + noise)
         unsure = ~turning & (seen.size <= _ROUNDING * noise)  # a change of so small a residual would be lost in rounding
-        return turning | (unsure & ~self.drifts(seen.z)) if unsure.any() else turning
+        if unsure.any():
+            turning |= unsure & ~self.drifts(seen.z) & ~self.drifts(seen.z, fz - seen.z)
+        return turning
 
-    def drifts(self, z: Tensor) -> Tensor:
-        """Whether f moves z along itself as the identity does: then z has run away along a direction in which I - J is singular."""
+    def drifts(self, z: Tensor, along: Tensor | None = None) -> Tensor:
+        """Whether f moves z along itself, or another direction, as the identity does: one in which I - J is singular."""
         push = math.sqrt(self.eps) * z
+        if along is not None:
+            push = along * per_sample_like(norm(push) / norm(along).clamp_min(torch.finfo(z.dtype).tiny), z)
         self.evals += 2
         return norm(self.fn(z + push) - self.fn(z) - push) <= 1e-3 * norm(push)
 
