@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -9,6 +10,9 @@ from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; but tests press Ctrl-C themselves
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

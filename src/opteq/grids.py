@@ -177,11 +177,12 @@ def _held(number: signal.Signals) -> Iterator[None]:
         if os.getpid() != process:  # one that was forked in the block, and does not come to its end
             handler(number, frame)
 
-    signal.signal(number, hold)
     try:
+        signal.signal(number, hold)
         yield
     finally:
-        signal.signal(number, handler)
+        if signal.getsignal(number) is hold:
+            signal.signal(number, handler)
         if came:
             handler(number, came[0])
 
