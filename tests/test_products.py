@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from opteq import products
-from opteq.products import affine, definite_inverse, inverse, linear, product
+from opteq.products import affine, inverse, linear, product
 
 BIG = (64, 256, 256)  # above the size from which oneDNN is asked
 
@@ -147,22 +147,3 @@ def test_matrices_that_are_nearly_skew_are_inverted_with_pivots(asked):
     B = torch.randn(256, 256) / 16
     A = torch.eye(256) + 1000 * (B - B.T)
     assert torch.equal(inverse(A), torch.linalg.inv(A))
-
-
-@pytest.mark.parametrize("size", [1, 3, 127, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_definite_matrices_are_inverted_by_their_factor(size, dtype):
-    torch.manual_seed(0)
-    A = torch.randn(size, size, dtype=torch.float64)
-    A = A @ A.T / size + 0.5 * torch.eye(size, dtype=torch.float64)
-    found = definite_inverse(A.to(dtype))
-    assert found.dtype is dtype
-    torch.testing.assert_close(found.double(), torch.linalg.inv(A), rtol=0, atol=1e-11 if dtype is torch.float64 else 5e-5)
-
-
-@pytest.mark.parametrize("size", [4, 300])
-@pytest.mark.parametrize("where", [0, -1])
-def test_what_is_not_definite_has_no_such_inverse(size, where):
-    values = torch.ones(size)
-    values[where] = -1.0
-    assert definite_inverse(torch.diag(values)) is None

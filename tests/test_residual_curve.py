@@ -115,7 +115,6 @@ def test_the_own_solver_comes_first_and_then_those_that_fit_the_map() -> None:
         "Broyden",
         "Newton",
         "Accelerated",
-        "DualSplitting",
     ]
     split = ["PeacemanRachford", "Picard", "Anderson", "Broyden", "Newton", "ForwardBackward"]
     torch.manual_seed(0)

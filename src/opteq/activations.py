@@ -108,11 +108,6 @@ class Activation:
         """prox_{step h}(v) for the penalty h of sigma = prox_h: sigma(t) with (1 - step) sigma(t) + step t = v."""
         return self.function(v) if step == 1 else self.proximal(v, step)
 
-    def has_prox(self) -> bool:
-        """Whether sigma is the prox of a convex function, and `prox` a formula."""
-        formula = not (isinstance(self.proximal, partial) and self.proximal.func is _proximal)
-        return self.monotone and self.lipschitz <= 1 and formula
-
     def penalty(self, s: Tensor) -> Tensor:
         """h(s) = sigma~*(s) - s^2 / 2, the convex function with sigma(a) = prox_h(a) = argmin_s h(s) + (s - a)^2 / 2."""
         check_monotone("penalty", self)

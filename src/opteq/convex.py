@@ -67,10 +67,6 @@ class ConvexMap(Map):
     def dual_pays(self) -> bool:
         """Whether a product with G is cheaper than the two with W and W' that it replaces."""
 
-    @abstractmethod
-    def splitting_pays(self) -> bool:
-        """Whether a factorisation of G is cheaper, for so many samples, than the five or more products that it spares each."""
-
 
 @dataclass(frozen=True)
 class DualForm(Map):

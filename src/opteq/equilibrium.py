@@ -200,8 +200,8 @@ def _refuse(inside: set[int], message: str, *call: object) -> None:
 class Equilibrium(nn.Module):
     """x -> z with z = f(z, x), f given by a cell. Works like any module: nn.Sequential, torch.func, double backward.
 
-    `solver`: a Solver; None takes DualSplitting or, for few samples, Newton on the dual of dense OptEq layers,
-    Peaceman-Rachford for monotone ones with a resolvent, and Anderson for other maps; large ones in float64 by MixedPrecision.
+    `solver`: a Solver; None takes Newton on the dual for dense OptEq layers, Peaceman-Rachford for monotone ones with a
+    resolvent, and Anderson for other maps; large ones in float64 by MixedPrecision.
     `stop`: the tolerance of each sample. `gradient`: Implicit() (exact) by default.
     `on_failure`: what to do about samples that do not converge, forward or backward: "warn", "raise" or "ignore".
 

@@ -21,7 +21,7 @@ from opteq.logs import new_trace
 from opteq.maps import Map, first_value
 from opteq.solution import ConvergenceError, Solution, Stop, Trace, finite, relative
 from opteq.solver import Solver, State, ValueState
-from opteq.solvers import Anderson, DualSplitting, MixedPrecision, Newton, PeacemanRachford, Picard
+from opteq.solvers import Anderson, MixedPrecision, Newton, PeacemanRachford, Picard
 from opteq.solvers.splitting import SplitLinear
 from opteq.splitting import SplitMap
 
@@ -58,13 +58,13 @@ class Gradient(ABC):
 
 
 def default_solver(fn: Map) -> Solver:
-    """The method taken when none is named, by what is cheapest: the splitting of a dual or, for few samples, Newton's method on it;
-    Peaceman-Rachford for a monotone map with a resolvent; else Anderson. Large maps in float64 take it `in_mixed_precision`.
+    """The method taken when none is named: Newton on the dual of a convex map, where that is cheaper; Peaceman-Rachford for a
+    monotone map with a resolvent; else Anderson. Large maps in float64 take it `in_mixed_precision`.
 
-    It depends on the map only, where float64 is not rounded: so that a sample is solved in the same way alone and among others.
+    It depends on the map only, never on the batch, so that a sample is solved in the same way alone and among others.
     """
     if isinstance(fn, ConvexMap) and fn.dual_pays():
-        return DualSplitting() if fn.splitting_pays() and (_large(fn) or not _double(fn)) else Newton()
+        return Newton()
     return PeacemanRachford() if isinstance(fn, SplitMap) and fn.has_resolvent() else Anderson()
 
 
@@ -78,17 +78,12 @@ _LARGE = 2**16  # numbers in its weights from which a map in float64 is solved i
 
 def in_mixed_precision(fn: Map, solver: Solver, stop: Stop) -> Solver:
     """The solver itself or, where the weights of a map are many and in float64, the same in float32 with corrections."""
-    if not (_double(fn) and _large(fn) and fn.closed and fn.independent and not fn.coupled):
+    shared = [leaf.tensor for leaf in fn.leaves() if not leaf.per_sample]
+    tensors = [leaf.tensor for leaf in fn.leaves() if leaf.tensor.is_floating_point()]
+    large = sum(tensor.numel() for tensor in shared) >= _LARGE and all(tensor.dtype == torch.float64 for tensor in tensors)
+    if not (large and fn.closed and fn.independent and not fn.coupled):
         return solver
     return MixedPrecision(solver, default_linear(fn, 1e-5), stop.rtol, stop.max_steps)
-
-
-def _large(fn: Map) -> bool:
-    return sum(leaf.tensor.numel() for leaf in fn.leaves() if not leaf.per_sample) >= _LARGE
-
-
-def _double(fn: Map) -> bool:
-    return all(leaf.tensor.dtype == torch.float64 for leaf in fn.leaves() if leaf.tensor.is_floating_point())
 
 
 def _refuse_selective(gradient: Gradient, solver: Solver | None) -> None:

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from opteq.checks import is_transformed
 
-__all__ = ["affine", "definite_inverse", "inverse", "linear", "product"]
+__all__ = ["affine", "inverse", "linear", "product"]
 
 _LEAST = 2**21  # multiplications from which it pays: below, a call takes longer than the product
 
@@ -77,12 +77,6 @@ def _inverse(A: Tensor) -> Tensor:
     out[half:, :half] = -product(last, left)
     out[half:, half:] = last
     return out
-
-
-def definite_inverse(A: Tensor) -> Tensor | None:
-    """A^-1 of a symmetric matrix by its Cholesky factor, in half of the time; None where A is not positive definite."""
-    factor, failed = torch.linalg.cholesky_ex(A)
-    return None if bool(failed) else torch.cholesky_inverse(factor)
 
 
 class _Product(torch.autograd.Function):

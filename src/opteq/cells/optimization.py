@@ -101,9 +101,6 @@ class DenseOptEqMap(OptEqMap, ConvexMap):
         hidden, features = self.W.W.shape
         return hidden <= 2 * features
 
-    def splitting_pays(self) -> bool:
-        return 2 * self.u.shape[0] >= self.W.W.shape[0]
-
 
 class OptEqCell(Cell):
     """z = (1 / mu) W' sigma(W z + U x + b): what the layers have in common; they differ in what W and U are.

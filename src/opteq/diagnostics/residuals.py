@@ -21,7 +21,7 @@ from opteq.maps import Map
 from opteq.solution import Solution, Stop, Trace
 from opteq.solve import solve_map
 from opteq.solver import Solver
-from opteq.solvers import Accelerated, Anderson, Broyden, DualSplitting, ForwardBackward, Newton, PeacemanRachford, Picard
+from opteq.solvers import Accelerated, Anderson, Broyden, ForwardBackward, Newton, PeacemanRachford, Picard
 from opteq.splitting import SplitMap
 
 if TYPE_CHECKING:
@@ -168,8 +168,6 @@ def _usual(fn: Map) -> list[Solver]:
     fitting: list[Solver] = [Picard(), Anderson(), Broyden(), Newton()]
     if isinstance(fn, ConvexMap) or fn.symmetric:
         fitting.append(Accelerated())
-    if isinstance(fn, ConvexMap):
-        fitting.append(DualSplitting())
     if isinstance(fn, SplitMap):
         fitting += [ForwardBackward(), PeacemanRachford()] if fn.has_resolvent() else [ForwardBackward()]
     return fitting

@@ -7,12 +7,12 @@ from opteq.equilibrium import Cell, Equilibrium
 from opteq.gradients import Gradient, Implicit, JacobianFree, Phantom, Unrolled
 from opteq.solution import Stop
 from opteq.solver import Solver
-from opteq.solvers import Accelerated, Anderson, Broyden, DualSplitting, ForwardBackward, Newton, PeacemanRachford, Picard
+from opteq.solvers import Accelerated, Anderson, Broyden, ForwardBackward, Newton, PeacemanRachford, Picard
 
 __all__ = ["Solve"]
 
 SolverName: TypeAlias = Literal[
-    "auto", "picard", "anderson", "broyden", "newton", "accelerated", "forward-backward", "peaceman-rachford", "dual-splitting"
+    "auto", "picard", "anderson", "broyden", "newton", "accelerated", "forward-backward", "peaceman-rachford"
 ]
 GradientName: TypeAlias = Literal["implicit", "unrolled", "phantom", "jacobian-free"]
 
@@ -26,7 +26,6 @@ _SOLVERS: dict[str, type[Solver]] = {
     "accelerated": Accelerated,
     "forward-backward": ForwardBackward,
     "peaceman-rachford": PeacemanRachford,
-    "dual-splitting": DualSplitting,
 }
 
 

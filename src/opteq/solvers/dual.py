@@ -1,7 +1,7 @@
 """Newton's method on the dual of a convex map, where the Hessian is symmetric positive definite."""
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +9,6 @@ from torch import Tensor
 from opteq.batch import dot, norm
 from opteq.convex import DualForm, DualState
 from opteq.products import product
-
-FORCING = 0.2  # the part of the gap that CG may leave
 
 _RISE = 2.0  # a Newton step may leave this multiple of the best residual: on hard problems it first rises
 _CUTS = 8  # trials of a shorter step
@@ -42,14 +40,11 @@ def begin(fn: DualForm, z0: Tensor) -> DualNewtonState:
     return DualNewtonState(z0, evals, size, scale, torch.ones_like(size), False, a, gap, error, error, none, none, none + 2)
 
 
-AnyState = TypeVar("AnyState", bound=DualNewtonState)
-
-
-def advance(fn: DualForm, state: AnyState, forcing: float = FORCING, inner_steps: int = 60) -> AnyState:
+def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: int) -> DualNewtonState:
     """One Newton step, shortened where it makes a sample much worse; a plain one for the samples that rest from them."""
     active = state.rest == 0
     delta, products = _newton_step(fn, state, active, forcing, inner_steps)
-    trial = evaluate(fn, state.a + delta)
+    trial = _evaluate(fn, state.a + delta)
     worse = active & ~(trial.size <= _RISE * state.best)
     stuck = torch.zeros_like(worse)
     products += 1
@@ -59,17 +54,18 @@ def advance(fn: DualForm, state: AnyState, forcing: float = FORCING, inner_steps
     fell = trial.size < state.best
     modes = _modes(state, active, fell, stuck)
     best = torch.where(fell, trial.size, state.best)
-    return replace(
-        state,
-        evals=state.evals + products,
-        size=trial.size,
-        scale=trial.scale,
-        moved=True,
-        a=trial.a,
-        gap=trial.gap,
-        error=trial.size,
-        best=best,
-        **modes,
+    return DualNewtonState(
+        state.z,
+        state.evals + products,
+        trial.size,
+        trial.scale,
+        state.trust,
+        True,
+        trial.a,
+        trial.gap,
+        trial.size,
+        best,
+        *modes,
     )
 
 
@@ -86,8 +82,7 @@ class _Trial(NamedTuple):
         return _Trial(*(mine.index_copy(0, rows, its) for mine, its in zip(self, other, strict=True)))
 
 
-def evaluate(fn: DualForm, a: Tensor) -> _Trial:
-    """The gap at a, and the residual at s = sigma(a)."""
+def _evaluate(fn: DualForm, a: Tensor) -> _Trial:
     p = fn.dual.sigma(a)
     Gp = product(p, fn.dual.G)
     gap, scale = (Gp + fn.dual.u).sub_(a), fn.scale(p, Gp)
@@ -103,7 +98,7 @@ def _shortened(fn: DualForm, state: DualNewtonState, delta: Tensor, trial: _Tria
     stuck, tries, length = torch.zeros_like(state.rest, dtype=torch.bool), 0, 1.0
     while rows.numel() and tries < _CUTS:
         tries, length = tries + 1, length / 5
-        found = evaluate(fn.select(rows), state.a[rows] + length * delta[rows])
+        found = _evaluate(fn.select(rows), state.a[rows] + length * delta[rows])
         good = found.size <= (1 - 0.1 * length) * state.error[rows]
         taken = good.nonzero()[:, 0]
         trial = trial.put(rows[taken], _Trial(*(part[taken] for part in found)))
@@ -113,12 +108,12 @@ def _shortened(fn: DualForm, state: DualNewtonState, delta: Tensor, trial: _Tria
     return trial, stuck.index_fill(0, rows, True), tries
 
 
-def _modes(state: DualNewtonState, active: Tensor, fell: Tensor, stuck: Tensor) -> dict[str, Tensor]:
+def _modes(state: DualNewtonState, active: Tensor, fell: Tensor, stuck: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Who takes plain steps next: samples that Newton's ceased to help, ever more of them."""
     idle = torch.where(active & ~fell, state.idle + 1, 0)
     tired = stuck | (idle >= _PATIENCE)
     rest = torch.where(tired, state.pause, (state.rest - 1).clamp_min(0))
-    return {"idle": torch.where(tired, 0, idle), "rest": rest, "pause": torch.where(tired, 2 * state.pause, state.pause)}
+    return torch.where(tired, 0, idle), rest, torch.where(tired, 2 * state.pause, state.pause)
 
 
 def _newton_step(fn: DualForm, state: DualNewtonState, active: Tensor, forcing: float, inner_steps: int) -> tuple[Tensor, int]:

@@ -13,7 +13,7 @@ from opteq.maps import Map, first_value
 from opteq.solution import Stop
 from opteq.solve import solve_map
 from opteq.solver import ResidualState, Solver, State, residual_at
-from opteq.solvers.dual import FORCING, DualNewtonState, advance, begin
+from opteq.solvers.dual import DualNewtonState, advance, begin
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Newton(Solver):
     def step(self, fn: Map, state: State) -> NewtonState | DualNewtonState:
         if isinstance(fn, DualForm):
             assert isinstance(state, DualNewtonState)
-            return advance(fn, state, self.forcing or FORCING, self.inner_steps)
+            return advance(fn, state, self.forcing or 0.2, self.inner_steps)
         assert isinstance(state, NewtonState)
         equation = LinearizedMap(fn, False, state.z, state.r)
         inner = Stop(rtol=self.forcing or 1e-2, max_steps=min(self.inner_steps, 2 * state.z[0].numel()))
