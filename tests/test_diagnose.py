@@ -69,6 +69,17 @@ def test_a_network_without_an_equilibrium_is_told_what_is_left_out(tmp_path: Pat
     assert (folder / "hessian.csv").exists()
 
 
+def test_a_gradient_that_is_none_leaves_out_the_hessian_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "phantom"
+    model = Deep(channels=2, hidden=(2,), pool=1, solve=Solve(gradient="phantom"))
+    recipes.run(Recipe(SMALL, model, TrainConfig(epochs=1)), folder, verbose=False)
+    assert cli.main(["diagnose", str(folder), "--samples", "4", "--only", "hessian", "trajectory"]) == 0
+    assert "hessian: left out. Phantom only approximates the gradient" in capsys.readouterr().out
+    stages = dict.fromkeys(row["stage"] for row in rows(folder / "trajectory.csv"))
+    assert list(stages) == ["before", "after"], "the checkpoint of step 0 is there, but no other stage than before"
+    assert Run.read(folder).steps() == [0, 1]
+
+
 def test_bad_options_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["diagnose", str(trained), "--samples", "1"]) == 2
     assert "--samples must be at least 2" in capsys.readouterr().err

@@ -238,7 +238,7 @@ def load_stages(folder: str | Path) -> tuple[dict[str, nn.Module], Dataset]:
     dataset, total = recipe.data.load(), max(run.steps(), default=0)
     stages = {"before": build(recipe, dataset).eval()}
     for step in run.steps():
-        if step < total:  # the last is what the training ended with, or comes closest
+        if 0 < step < total:  # 0 is before, and the last is what the training ended with, or comes closest
             stages[f"step {step}"] = _with(recipe, dataset, _parameters(run.load(step)))
     return stages | {"after": _with(recipe, dataset, _weights(Path(folder)))}, dataset
 
