@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -178,6 +179,13 @@ def test_info_says_what_a_bug_report_needs(capsys):
     assert facts["opteq"] == opteq.__version__
     assert facts["torch_threads"] == torch.get_num_threads()
     assert facts["tyro"][0].isdigit()
+
+
+def test_info_knows_all_that_the_commands_may_import(capsys):
+    extras = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {re.split("[<>=]", package)[0] for name in ("train", "report", "dask", "tensorboard") for package in extras[name]}
+    assert cli.main(["info", "--json"]) == 0
+    assert wanted <= json.loads(capsys.readouterr().out).keys()
 
 
 def test_info_says_what_is_not_installed(monkeypatch, capsys):

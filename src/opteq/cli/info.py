@@ -12,8 +12,8 @@ from opteq.runs import environment
 __all__ = ["info"]
 
 _OPTIONAL = (
-    "scipy", "scikit-learn", "pillow", "rich", "safetensors", "torchdiffeq", "tyro", "jinja2", "matplotlib", "distributed",
-    "tensorboard",
+    "scipy", "scikit-learn", "pillow", "rich", "safetensors", "torchdiffeq", "tyro", "jinja2", "matplotlib", "plotly",
+    "distributed", "tensorboard",
 )  # fmt: skip
 
 
