@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import math
 import pickle
 import struct
 import tracemalloc
@@ -85,6 +86,12 @@ def test_sphere_is_uniform_with_standard_normal_labels():
     assert train.x.mean(0).norm() < 1.2  # sqrt(d/n) = 1 for a uniform sphere
     assert torch.equal(sphere(5, 3, seed=1).train.x, sphere(5, 3, seed=1).train.x)
     assert torch.allclose(sphere(5, 3, radius=2.0).test.x.norm(dim=1), torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("radius", [0.0, -1.0, math.nan, math.inf, "1"])
+def test_the_radius_of_a_sphere_is_a_positive_number(radius):
+    with pytest.raises((TypeError, ValueError), match="'radius' parameter of sphere must be a finite number > 0"):
+        sphere(5, 3, radius=radius)
 
 
 def test_a_split_and_a_data_set_unpack():

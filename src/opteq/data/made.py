@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from opteq.checks import check_integer
+from opteq.checks import check_integer, check_number
 from opteq.data.files import optional
 from opteq.data.splits import Dataset, Split
 
@@ -35,11 +35,13 @@ def sphere(n: int = 1000, d: int = 1000, *, test: int = 1000, radius: float | No
     check_integer("sphere", "n", n, 1)
     check_integer("sphere", "d", d, 1)
     check_integer("sphere", "test", test, 1)
+    length = math.sqrt(d) if radius is None else radius
+    check_number("sphere", "radius", length, 0.0, open_low=True)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> Split:
         x = torch.randn(count, d, generator=generator, dtype=torch.float64)
-        x *= (math.sqrt(d) if radius is None else radius) / torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        x *= length / torch.linalg.vector_norm(x, dim=1, keepdim=True)
         return Split(x.float(), torch.randn(count, generator=generator))
 
     return Dataset("sphere", draw(n), draw(test), ())
