@@ -502,6 +502,7 @@ def test_the_loss_runs_without_gradients() -> None:
         ({"model": entropy}, TypeError, "'model'"),
         ({"model": nn.BatchNorm1d(3)}, ValueError, "'model'.*with weights"),
         ({"loss": lambda m: m(X)}, ValueError, r"'loss'.*one number.*\[10, 3\]"),
+        ({"loss": lambda m: None}, ValueError, r"'loss'.*one number. Got None instead"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], match: str) -> None:

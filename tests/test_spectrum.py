@@ -777,7 +777,7 @@ def test_the_csv_and_the_figure_of_a_hessian(tmp_path: Path) -> None:
         ({"rtol": 0.0}, ValueError, "'rtol'"),
         ({"which": "LA"}, ValueError, "'which'"),
         ({"model": entropy}, TypeError, "'model'"),
-        ({"model": nn.ReLU()}, ValueError, "'model'.*require gradients"),
+        ({"model": nn.ReLU()}, ValueError, "'model'.*require gradients. Got 'ReLU' instead"),
         ({"loss": lambda m: m.weight}, ValueError, r"'loss'.*one number.*shape \[2, 3\]"),
         ({"loss": lambda m: m.weight.detach().sum()}, ValueError, r"'loss'.*requires_grad=False"),
         ({"loss": lambda m: 1.0}, ValueError, r"'loss'.*1\.0"),

@@ -27,7 +27,8 @@ class Hessian:
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
-            raise ValueError(invalid("hessian_spectrum", "model", "a model with parameters that require gradients", type(model)))
+            expected, got = "a model with parameters that require gradients", type(model).__name__
+            raise ValueError(invalid("hessian_spectrum", "model", expected, got))
         self.sizes = [p.numel() for p in self.parameters]
         self.size = sum(self.sizes)
         self.precision = ROUNDING * max(torch.finfo(p.dtype).eps for p in self.parameters)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeAlias, get_args
+from typing import TYPE_CHECKING, ClassVar, SupportsFloat, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -177,8 +177,9 @@ def _evaluate(
 
 
 def _number(value: Tensor | float) -> float:
-    if not isinstance(value, Tensor):
-        return float(value)
-    if value.numel() != 1:
-        raise ValueError(invalid("landscape", "loss", "a function that returns one number", f"shape {list(value.shape)}"))
-    return float(value.detach())
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.detach())
+    if isinstance(value, Tensor) or not isinstance(value, SupportsFloat):
+        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else value
+        raise ValueError(invalid("landscape", "loss", "a function that returns one number", got))
+    return float(value)

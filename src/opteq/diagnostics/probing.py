@@ -44,7 +44,8 @@ def probe(owner: str, model: nn.Module, x: Tensor, name: str | None = None) -> P
         return Probe(_layer(part, caught[0][0]), *caught[0])
     finally:
         hook.remove()
-    raise ValueError(invalid(owner, "model", "one whose forward calls its equilibrium: layer(x), not layer.solve(x)", type(model)))
+    expected = "one whose forward calls its equilibrium: layer(x), not layer.solve(x)"
+    raise ValueError(invalid(owner, "model", expected, type(model).__name__))
 
 
 def _chosen(owner: str, model: nn.Module, name: str | None) -> nn.Module:

@@ -1,7 +1,7 @@
 """How the residual falls, step by step, for several solvers of one equilibrium."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -155,6 +155,7 @@ def _named(found: Probe, solvers: Mapping[str, Solver] | Sequence[Solver] | None
         fn = found.layer.cell.bind(found.x).to(found.layer.cell.promoted(found.x))
         own = default_solver(fn) if found.layer.solver is None else found.layer.solver
         solvers = [own, *_usual(fn)]
+    check_instance("residual_curve", "solvers", solvers, Iterable, "Solvers by name, a list of Solvers, or None")
     named = solvers if isinstance(solvers, Mapping) else {solver_title(solver): solver for solver in solvers}
     if not named:
         raise ValueError(invalid("residual_curve", "solvers", "at least one Solver, or None", solvers))
