@@ -14,9 +14,10 @@ import numpy.typing as npt
 from opteq.report.svg import GRID, INK, for_page
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Chart", "Key", "Trace", "as_svg", "axis", "colour", "drawing", "listed", "log_axis"]
+__all__ = ["Chart", "Key", "Trace", "as_svg", "axis", "colour", "drawing", "listed", "log_axis", "log_scale"]
 
 Trace: TypeAlias = dict[str, Any]
 STYLE: Final[dict[Any, Any]] = {
@@ -99,6 +100,15 @@ def log_axis(low: float, high: float) -> dict[str, Any]:
     """A logarithmic axis from low to high, with ticks at 1, 2, 5 or at powers of ten; for still more, plotly knows."""
     ticks = ((150, {"dtick": "D2", "tickformat": "~g"}), (1e8, {"dtick": 1}))
     return {"type": "log", **next((found for ratio, found in ticks if high / ratio < low), {})}
+
+
+def log_scale(axes: "Axes") -> None:
+    """The same for matplotlib, with plain numbers at its ticks."""
+    from matplotlib.ticker import NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def listed(values: Sequence[float] | npt.NDArray[Any], digits: int = 6) -> list[Any]:

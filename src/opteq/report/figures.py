@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from opteq.diagnostics.panels import Array, Curve, Panel, Series, number, ranges_widely, series_curves
-from opteq.report.charts import Chart, Key, Trace, as_svg, axis, colour, drawing, listed, log_axis
+from opteq.diagnostics.panels import Curve, Panel, Series, number, ranges_widely, series_curves
+from opteq.report.charts import Chart, Key, Trace, as_svg, axis, colour, drawing, listed, log_axis, log_scale
 from opteq.report.curves import finite, thinned
 from opteq.report.reading import Row, RunData
 from opteq.report.svg import COLOURS, INK
@@ -149,13 +149,9 @@ def event_steps(events: list[Row]) -> list[float]:
     return [step for event in events if (step := number(event.get("step"))) is not None]
 
 
-def _values(lines: list[Line]) -> Array:
-    return np.concatenate([finite(line.curve.y) for line in lines])
-
-
 def _ends(lines: list[Line], log: bool = False) -> tuple[float, float]:
     """The least and the largest value; a logarithmic axis has no zero."""
-    values = _values(lines)
+    values = np.concatenate([finite(line.curve.y) for line in lines])
     values = values[values > 0] if log else values
     return float(values.min()), float(values.max())
 
@@ -184,15 +180,13 @@ def _look(series: Series) -> dict[str, Any]:
 
 
 def _scale(axes: "Axes", panel: Panel, lines: list[Line], log: bool) -> None:
-    from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     low, high = _ends(lines)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        log_scale(axes)
     if panel.scale == "zero":
         axes.set_ylim(bottom=min(0.0, low))
     if panel.scale == "share":

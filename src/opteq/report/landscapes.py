@@ -1,21 +1,18 @@
 """The charts of loss landscapes: contours or a curve, with the points marked where a solve failed."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from opteq.diagnostics.landscape_figure import contour_levels, is_log
-from opteq.report.charts import Chart, Trace, as_svg, axis, colour, drawing, listed
+from opteq.report.charts import Chart, Trace, as_svg, axis, colour, drawing, listed, log_scale
 from opteq.report.curves import finite
 from opteq.report.findings import Landscape
 from opteq.report.reading import RunData
 from opteq.report.svg import COLOURS, INK
 from opteq.report.text import short
 from opteq.report.words import figure_text, percent
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = ["landscape_charts"]
 
@@ -179,15 +176,7 @@ def _static_line(shape: Landscape, values: Array, described: str) -> str:
         bad = ~shape.converged
         axes.plot(shape.x[bad], shape.loss[bad], "x", color=COLOURS[FAILED], markersize=6, markeredgewidth=1.4)
         axes.set(xlabel="direction", ylabel="loss")
-        _log_axis(axes, values)
+        if is_log(values):
+            log_scale(axes)
+        axes.axvline(0, color=INK, linewidth=0.6)
         return as_svg(figure, described)
-
-
-def _log_axis(axes: "Axes", values: Array) -> None:
-    from matplotlib.ticker import NullFormatter
-
-    if is_log(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.axvline(0, color=INK, linewidth=0.6)

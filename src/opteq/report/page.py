@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from opteq import __version__
-from opteq.checks import invalid
 from opteq.diagnostics.panels import METRICS, SOLVER, THEORY
 from opteq.report.charts import Chart
 from opteq.report.figures import EVENTS_DRAWN, curve_charts, event_steps
 from opteq.report.formulas import drawn
 from opteq.report.landscapes import landscape_charts
-from opteq.report.reading import TEXT, RunData, entries, read_all, shown
+from opteq.report.reading import TEXT, RunData, entries, read_all, run_folders, shown
 from opteq.report.residuals import residual_charts
 from opteq.report.spectra import hessian_charts, jacobian_charts
 from opteq.report.tables import Table, conditions, events, facts, parameters, requirements, results
@@ -45,11 +44,7 @@ def write(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
         >>> report.write(["runs/linear"]).as_posix()
         'runs/linear/report.html'
     """
-    if isinstance(folders, (str, Path)):
-        raise TypeError(invalid("report.write", "folders", "a list of run folders", folders))
-    if not folders:
-        raise ValueError(invalid("report.write", "folders", "at least one run folder", folders))
-    paths = [Path(folder) for folder in folders]
+    paths = run_folders("report.write", folders)
     target = paths[0] if out is None else Path(out)
     target = target / "report.html" if target.is_dir() else target
     page = render(read_all(paths))

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from opteq.checks import invalid
 from opteq.report.findings import Findings, has_findings, read_findings
 from opteq.report.text import file_text
 from opteq.runs import Run, RunError
 
-__all__ = ["TEXT", "Row", "RunData", "entries", "flattened", "read_all", "rows_of", "shown"]
+__all__ = ["TEXT", "Row", "RunData", "entries", "flattened", "read_all", "rows_of", "run_folders", "shown"]
 
 Row: TypeAlias = dict[str, Any]
 LONGEST, TEXT = 300, 20_000  # characters that are shown: of a value, and of a text with a place of its own
@@ -41,6 +42,15 @@ class RunData:
     def rows(self) -> dict[str, list[Row]]:
         """All that has been measured, by its kind."""
         return {"step": self.steps, "epoch": self.epochs, "monitor": self.monitors}
+
+
+def run_folders(owner: str, folders: Sequence[str | Path]) -> list[Path]:
+    """The folders as paths; raise unless they are a list with one at least."""
+    if isinstance(folders, (str, Path)):
+        raise TypeError(invalid(owner, "folders", "a list of run folders", folders))
+    if not folders:
+        raise ValueError(invalid(owner, "folders", "at least one run folder", folders))
+    return [Path(folder) for folder in folders]
 
 
 def read_all(folders: Sequence[Path]) -> list[RunData]:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from opteq.report.charts import Chart, Key, Trace, as_svg, axis, colour, drawing, listed, log_axis
+from opteq.report.charts import Chart, Key, Trace, as_svg, axis, colour, drawing, listed, log_axis, log_scale
 from opteq.report.curves import finite
 from opteq.report.findings import SOLVERS, Residual
 from opteq.report.reading import RunData
@@ -123,7 +123,7 @@ def _share(value: float) -> str:
 
 
 def _static(solvers: list[Residual], floor: float, described: str) -> str:
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     with drawing((4.3, 3.6)) as figure:
         axes = figure.subplots()
@@ -133,9 +133,8 @@ def _static(solvers: list[Residual], floor: float, described: str) -> str:
             axes.fill_between(solver.step, low, high, color=shade, alpha=0.18, linewidth=0)
             axes.plot(solver.step, worst, color=shade, linestyle="--", linewidth=0.9)
             axes.plot(solver.step, median, color=shade, marker=marker, label=for_legend(short(solver.solver)))
-        axes.set(xlabel="solver step", ylabel="relative residual", yscale="log")
+        axes.set(xlabel="solver step", ylabel="relative residual")
+        log_scale(axes)
         axes.yaxis.set_major_locator(LogLocator(numticks=8))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
         figure.legend(loc="outside upper center", ncols=min(3, len(solvers)), handlelength=1.6, columnspacing=1.2)
         return as_svg(figure, described)

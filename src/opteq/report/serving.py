@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from opteq.checks import check_integer, invalid
 from opteq.report.page import render, script, source_hash
-from opteq.report.reading import read_all
+from opteq.report.reading import read_all, run_folders
 
 __all__ = ["Server", "serve"]
 
@@ -44,14 +44,11 @@ def serve(folders: Sequence[str | Path], port: int = 0) -> "Server":
         ...     b"runs/to-come" in urlopen(server.address).read()
         True
     """
-    if isinstance(folders, (str, Path)):
-        raise TypeError(invalid("report.serve", "folders", "a list of run folders", folders))
-    if not folders:
-        raise ValueError(invalid("report.serve", "folders", "at least one run folder", folders))
+    paths = run_folders("report.serve", folders)
     check_integer("report.serve", "port", port, 0)
     if port > 65535:
         raise ValueError(invalid("report.serve", "port", "at most 65535", port))
-    return Server([Path(folder) for folder in folders], port)
+    return Server(paths, port)
 
 
 class Server:
