@@ -607,6 +607,7 @@ REFUSED = [
     (lambda: FeedForward(3, (4,), activation="relo"), "The 'activation' parameter of FeedForward must be one of"),
     (lambda: FCN(3, 2, kernel_size=2), "The 'kernel_size' parameter of FCN must be odd"),
     (lambda: FCN(3, 2, parameters=372_000), "The 'parameters' parameter of fit_widths must be enough for layers of width 1"),
+    (lambda: fit_widths((), 10, nn.Linear), "The 'widths' parameter of fit_widths must be not empty"),
     (lambda: Repeated(OptEq(2, 2, 2), 0), "The 'times' parameter of Repeated must be an integer >= 1"),
     (lambda: residual_deq(3, 10, repeat=3, stop=Stop()), "The 'stop' parameter of residual_deq must be None with `repeat`"),
     (lambda: neural_ode(3, 10, size=(8, 4)), "The 'size' parameter of neural_ode must be that of a square image"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
 from opteq.activations import Activation, find_activation
-from opteq.checks import check_instance, check_integer, check_shape, invalid
+from opteq.checks import check_integer, check_shape, invalid
 from opteq.equilibrium import Cell, Equilibrium, OnFailure
 from opteq.gradients import Unrolled
 from opteq.models.classifier import Segmenter
@@ -153,7 +153,7 @@ def fit_widths(widths: tuple[int, ...], parameters: int, build: Callable[[tuple[
         >>> fit_widths((1, 2), 100, lambda widths: nn.Linear(*widths))
         (6, 13)
     """
-    check_instance("fit_widths", "widths", widths, (tuple, list), "a tuple of integers")
+    check_widths("fit_widths", "widths", widths)
     check_integer("fit_widths", "parameters", parameters, 1)
 
     def scaled(factor: float) -> tuple[int, ...]:

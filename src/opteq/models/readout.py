@@ -38,11 +38,8 @@ class Readout(nn.Module):
         super().__init__()
         check_instance(self, "cell", cell, Cell, "a Cell")
         if len(getattr(cell, "state_shape", ())) != 1:
-            raise ValueError(
-                invalid(
-                    self, "cell", "a cell whose states are vectors; put nn.Flatten and nn.Linear behind others", type(cell).__name__
-                )
-            )
+            expected = "a cell whose states are vectors; put nn.Flatten and nn.Linear behind others"
+            raise ValueError(invalid(self, "cell", expected, type(cell).__name__))
         Equilibrium(cell, solver, stop, on_failure=on_failure)  # checks the rest
         self.cell = cell
         self.solver, self.stop, self.on_failure = solver, stop, on_failure

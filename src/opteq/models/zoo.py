@@ -257,9 +257,9 @@ def opteq_segmenter(
     gradient: Gradient | None = None,
     on_failure: OnFailure = "warn",
 ) -> Segmenter:
-    """A deep OptEq of three layers between strided convolutions of these channels and scores at each pixel.
+    """A deep OptEq of layers of the widths `hidden` between strided convolutions of these channels and scores at each pixel.
 
-    Its equilibrium has channels[-1] channels. `FCN` has the same extractor and head.
+    Its equilibrium has channels[-1] channels. `FCN` has the same extractor.
     Optimization induced equilibrium networks, Section 7.5; only `hidden` is printed.
 
     Examples:
