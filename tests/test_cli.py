@@ -507,7 +507,7 @@ def test_all_processes_train_in_the_folder_of_the_first():
 
 
 def test_only_the_first_process_prints_what_came_of_it(job, monkeypatch, capsys):
-    monkeypatch.setattr(processes.World, "here", lambda device: Second(1, 2, device))
+    monkeypatch.setattr(World, "here", lambda device: Second(1, 2, device))
     monkeypatch.setattr(train, "run", lambda *arguments, **options: None)
     assert cli.main(["train", "deep"]) == 0
     assert capsys.readouterr() == ("", "")

@@ -48,7 +48,7 @@ class Certify:
 
     model: Certifiable = field(default_factory=ScaledRelu)
     data: Data = field(default_factory=lambda: Data(limit=16, test_limit=16))
-    """Two classes as vectors with targets -1 and 1; of norm sqrt(d) for gaussian and 1 for others, unless data.theory says so."""
+    """Two classes as vectors with targets -1 and 1; of norm sqrt(d) for gaussian, else 1, unless data.theory says which."""
     run: Path | None = None
     """Certify the trained model of this run folder, on its data, instead."""
     init: bool = False

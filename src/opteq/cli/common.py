@@ -23,7 +23,7 @@ def parse(kind: Any, command: str, arguments: Sequence[str], default: Any = None
 def console(*, stderr: bool = False) -> Console:
     """Where people read: as wide as their terminal, or wide enough for a file."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else 120, highlight=False, markup=False, soft_wrap=False)
+    return Console(file=stream, width=None if stream.isatty() else 120, highlight=False, markup=False)
 
 
 def table(title: str | None, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:

@@ -40,7 +40,7 @@ class Show:
     root: Path | None = None
     """The folder with the files; by default the environment variable OPTEQ_DATA, else ./data."""
     size: int | None = None
-    """The side to which images from folders are resized."""
+    """The side to which images are resized."""
     verify: bool = True
     """Compare the files with their published checksums."""
 

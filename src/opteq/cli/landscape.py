@@ -68,7 +68,6 @@ def landscape(arguments: Sequence[str]) -> int:
 
 
 def _compute(model: nn.Module, dataset: Dataset, options: Landscape) -> diagnostics.Landscape:
-
     file = (options.out or options.run) / "landscape.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     if options.fresh:

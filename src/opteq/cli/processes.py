@@ -13,7 +13,7 @@ from torch import distributed
 
 from opteq.training import LostProcessError, World
 
-__all__ = ["World", "agree", "process_group"]
+__all__ = ["agree", "process_group"]
 
 
 @contextmanager

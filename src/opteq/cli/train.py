@@ -126,9 +126,7 @@ def summarize(result: Result, folder: Path) -> None:
     out = console()
     out.print(table(f"{folder}", ("", ""), rows))
     name = shlex.quote(str(folder))
-    out.print(
-        f"Next: opteq diagnose {name}    opteq report {name}    opteq landscape {name} --steps 21", soft_wrap=True, markup=False
-    )
+    out.print(f"Next: opteq diagnose {name}    opteq report {name}    opteq landscape {name} --steps 21", soft_wrap=True)
 
 
 def _is_score(name: str) -> bool:

@@ -59,8 +59,10 @@ class Architecture:
         return cells[0] if len(cells) == 1 else DeepOptEq(cells)
 
     def _layer(self) -> OptEq:
-        options: dict[str, Any] = {"activation": self.activation, "alpha": self.alpha, "constrained": self.constrained}
-        return OptEq(self.inputs, self.width, self.hidden, margin=self.margin, **options)
+        return OptEq(
+            self.inputs, self.width, self.hidden, activation=self.activation, alpha=self.alpha, constrained=self.constrained,
+            margin=self.margin,
+        )  # fmt: skip
 
     def tolerance(self, rtol: float, dtype: torch.dtype) -> float:
         """The rtol of a layer with a skip connection, whose residual is alpha times that of the layer without one."""
