@@ -68,6 +68,16 @@ def _ticks(values: Array) -> Array:
 
 def _plane(shape: Landscape, values: Array) -> tuple[list[Trace], dict[str, Any]]:
     assert shape.y is not None
+    plain = {"zeroline": False, "showgrid": False, "constrain": "domain"}
+    layout = {
+        "xaxis": axis("first direction", range=_range(shape.x), **plain),
+        "yaxis": axis("second direction", range=_range(shape.y), scaleanchor="x", **plain),
+    }
+    return [_contours(shape, values), *_crosses(shape), _middle()], layout
+
+
+def _contours(shape: Landscape, values: Array) -> Trace:
+    assert shape.y is not None
     log, levels = is_log(values), contour_levels(values)
     with np.errstate(invalid="ignore", divide="ignore"):
         heights, steps = (np.log10(shape.loss), np.log10(levels)) if log else (shape.loss, levels)
@@ -76,30 +86,20 @@ def _plane(shape: Landscape, values: Array) -> tuple[list[Trace], dict[str, Any]
         ticks = _ticks(values)
         bar |= {"tickvals": listed(np.log10(ticks)), "ticktext": [figure_text(float(tick)) for tick in ticks]}
     good = shape.converged
-    traces: list[Trace] = [
-        {
-            "type": "contour",
-            "x": listed(shape.x),
-            "y": listed(shape.y),
-            "z": listed(heights.T, 5),
-            "text": [[_words(*point) for point in zip(*row, strict=True)] for row in zip(shape.loss.T, good.T, strict=True)],
-            "hovertemplate": "loss %{text}<br>at (%{x:.3~g}, %{y:.3~g})<extra></extra>",
-            "colorscale": "Viridis",
-            "zmin": float(steps[0]),
-            "zmax": float(steps[-1]),
-            "contours": {"start": float(steps[0]), "end": float(steps[-1]), "size": float(steps[1] - steps[0])},
-            "line": {"width": 0.4, "color": "#ffffff"},
-            "colorbar": bar,
-        },
-        *_crosses(shape),
-        _middle(),
-    ]
-    plain = {"zeroline": False, "showgrid": False, "constrain": "domain"}
-    layout = {
-        "xaxis": axis("first direction", range=_range(shape.x), **plain),
-        "yaxis": axis("second direction", range=_range(shape.y), scaleanchor="x", **plain),
+    return {
+        "type": "contour",
+        "x": listed(shape.x),
+        "y": listed(shape.y),
+        "z": listed(heights.T, 5),
+        "text": [[_words(*point) for point in zip(*row, strict=True)] for row in zip(shape.loss.T, good.T, strict=True)],
+        "hovertemplate": "loss %{text}<br>at (%{x:.3~g}, %{y:.3~g})<extra></extra>",
+        "colorscale": "Viridis",
+        "zmin": float(steps[0]),
+        "zmax": float(steps[-1]),
+        "contours": {"start": float(steps[0]), "end": float(steps[-1]), "size": float(steps[1] - steps[0])},
+        "line": {"width": 0.4, "color": "#ffffff"},
+        "colorbar": bar,
     }
-    return traces, layout
 
 
 def _range(places: Array) -> list[Any]:
