@@ -300,8 +300,8 @@ def test_the_layers_of_dense_models_are_composed_or_side_by_side():
     ("data", "model", "words"),
     [
         (Data(theory="unit", limit=4, test_limit=4), Deep(), "deep needs images"),
-        (Data(theory="unit", limit=4, test_limit=4), Dense(solve=Solve(gradient="phantom")), "the gradient is implicit"),
-        (Data(limit=4), recipes.Wide(learn_alpha=True), "wide has no alpha to learn"),
+        (Data(theory="unit", limit=4, test_limit=4), Dense(solve=Solve(gradient="phantom")), "'gradient' .* must be 'implicit'"),
+        (Data(limit=4), recipes.Wide(learn_alpha=True), "'learn_alpha' parameter of Wide must be False"),
         (Data(limit=4), recipes.Multiscale(head=(4,)), "2 numbers, one a resolution"),
         (Data(limit=4), Deep(stride=4), "cannot take the samples of digits, of shape \\[1, 8, 8\\]"),
         (Data(limit=4), recipes.Fcn(channels=(4,), hidden=(4,)), r"one whose output is \[batch, classes\]"),

@@ -17,7 +17,7 @@ __all__ = ["Dataset", "Split", "check_labels", "check_split"]
 class Split:
     """Samples x [n, ...] and labels y [n] (label maps [n, height, width]): `x, y = split`; `len(split)` is n.
 
-    x is float32 in [0, 1], or `Images` where that would be too large to hold; y is int64, or floating-point for regression.
+    Images are float32 in [0, 1], or `Images` where that would be too large to hold; y is int64, or floating-point for regression.
 
     Examples:
         >>> import torch

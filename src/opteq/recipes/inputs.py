@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from opteq.checks import invalid
 from opteq.data import Dataset, Split
 from opteq.equilibrium import Cell
 from opteq.models import Classifier, Readout, Standardize
@@ -43,7 +44,7 @@ def vectors(cell: Cell, dataset: Dataset, solve: Solve) -> nn.Module:
     if dataset.classes:
         return Classifier(nn.Flatten(), solve.layer(cell), nn.Linear(cell.state_shape[0], len(dataset.classes)))
     if solve.gradient != "implicit":
-        raise ValueError(f"With real targets the gradient is implicit. Got {solve.gradient!r} instead.")
+        raise ValueError(invalid(solve, "gradient", "'implicit' with real targets", solve.gradient))
     dtype = dataset.train.x.dtype
     return Readout(cell, solve.method(), solve.stop(tight_stop(dtype))).to(dtype)
 

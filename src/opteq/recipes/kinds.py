@@ -10,6 +10,7 @@ from torch import nn
 from opteq import cells, models
 from opteq.cells.deep import Mode
 from opteq.cells.scaled_relu import ScaledReLUInit
+from opteq.checks import invalid
 from opteq.data import Dataset
 from opteq.models.parts import NormKind
 from opteq.models.zoo import Draw
@@ -110,7 +111,7 @@ class Wide(Dense):
 
     def build(self, dataset: Dataset) -> nn.Module:
         if self.learn_alpha:
-            raise ValueError("The model wide has no alpha to learn: it is only a weight there. Leave learn_alpha out.")
+            raise ValueError(invalid(self, "learn_alpha", "False: alpha is only a weight there", True))
         return vectors(cells.WideOptEq(self._layers(dataset)), dataset, self.solve)
 
 
