@@ -65,20 +65,26 @@ def taken(z: Tensor, rows: Tensor) -> Tensor:
 
 def norm(z: Tensor) -> Tensor:
     """The Euclidean norm of each sample, also where squares overflow or vanish: 1e30 and 1e-30 are fine in float32."""
-    rows = lined(z)
+    rows = z if z.ndim == 2 else lined(z)
     plain: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    info = torch.finfo(z.dtype)
-    least = math.sqrt(info.tiny) / info.eps
     if not plain.numel():
         return plain
-    low, high = torch.aminmax(plain)
-    if (low > least) & (high < math.inf) or (high == 0 and is_zero(rows)):
+    info = torch.finfo(z.dtype)
+    least = math.sqrt(info.tiny) / info.eps
+    low, high = bounds(plain)
+    if (low > least and high < math.inf) or (high == 0 and is_zero(rows)):
         return plain
     unsafe = ~((plain > least) & (plain < math.inf))
     largest = rows.abs().amax(dim=1)  # many times as fast as the norm of that order
     again = (unsafe & (largest > 0) & largest.isfinite()).nonzero()[:, 0]
     unit = largest[again]
     return plain.index_copy(0, again, torch.linalg.vector_norm(rows[again] / unit[:, None], dim=1) * unit)
+
+
+def bounds(values: Tensor) -> tuple[float, float]:
+    """The least and the largest, both NaN if one is: as numbers, which compare in a tenth of the time that tensors take."""
+    low, high = torch.aminmax(values)
+    return low.item(), high.item()
 
 
 def added(new: Tensor, u: Tensor) -> Tensor:
@@ -90,10 +96,7 @@ def added(new: Tensor, u: Tensor) -> Tensor:
 
 def is_zero(z: Tensor) -> bool:
     """Whether all numbers are 0, five times as fast as `any`; NaN is not."""
-    if not z.numel():
-        return True
-    low, high = torch.aminmax(z)
-    return bool((low == 0) & (high == 0))
+    return not z.numel() or bounds(z) == (0, 0)
 
 
 def begins_at_zero(z0: Tensor) -> bool:

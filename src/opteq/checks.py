@@ -87,7 +87,7 @@ def all_finite(tensor: Tensor) -> bool:
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     low, high = torch.aminmax(tensor.detach())
-    return bool(low.isfinite() & high.isfinite())
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def check_finite(owner: object, tensors: Iterable[tuple[str, Tensor]]) -> None:

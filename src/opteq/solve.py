@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from opteq.batch import norm, per_sample_like
+from opteq.batch import bounds, norm, per_sample_like
 from opteq.checks import check_instance
 from opteq.maps import CallableMap, Jacobian, Map, as_map, check_states, first_value
 from opteq.solution import ConvergenceError, Solution, Status, Stop, Trace, relative
@@ -139,9 +139,10 @@ class _Loop:
         self.peak = torch.zeros_like(self.start)  # the largest |f(z) - z| seen
         self.before = torch.full_like(self.start, math.inf)  # |f(z) - z| one step before
         self.rows = torch.arange(samples, device=device)
-        self.live = torch.ones(samples, dtype=torch.bool, device=device)
+        self.live, self.left = torch.ones(samples, dtype=torch.bool, device=device), samples  # and how many these are
         self.soon = torch.zeros_like(self.live)  # foreseen to meet the tolerance one step on
         self.met = torch.zeros_like(self.live)  # the best iterate meets the tolerance, but not yet what is aimed at
+        self.meeting = False  # whether there is one
         self.latest: Tensor | None = None  # the iterates of the live rows, if they are the best of theirs; not yet in `best`
 
         self.best, self.best_owned = z0, False  # whether `best` may be written to
@@ -157,7 +158,7 @@ class _Loop:
         state = self.solver.init(self.fn, self.z0)
         for step in range(self.stop.max_steps + 1):
             state = self.judge(state, step)
-            if step == self.stop.max_steps or not self.live.any():
+            if step == self.stop.max_steps or not self.left:
                 break
             state = self.compact(state)
             state = self.solver.step(self.evaluated(), state)
@@ -246,27 +247,36 @@ class _Loop:
         self.met |= met & bool(met[self.live].all()) if self.fn.coupled else met
         if last:
             self.finish(self.met, Status.CONVERGED, step)
+        self.meeting = bool((self.met & self.live).any())
 
     def uneventful(self, state: State, size: Tensor, scale: Tensor) -> bool:
-        """Whether every live sample is on its way: then there is no more to do than to note it, which most steps come to."""
-        if self.trace is not None or self.solver.selective or self.fn.coupled:
+        """Whether every live sample is on its way: then there is no more to do than to note it, which most steps come to.
+
+        That is when none meets the tolerance, nor did before, and none has run away or, where that is known, got worse.
+        """
+        if self.trace is not None or self.solver.selective or self.fn.coupled or self.meeting:
             return False
-        far = self.far if state.exact else self.too_far
-        calm = ~self.enough(size, scale) & (size < math.inf) & (scale <= far * self.start)
-        residual = None
-        if state.exact:
-            residual = size / scale
-            calm &= ~(residual >= self.residual[self.rows])
-        if self.aim < 1:
-            meets = self.meets(size, scale)
-            calm &= meets | ~self.met
-        if not bool((calm | ~self.live).all()):
+        excess, growth = torch.sub(size, scale, alpha=self.stop.rtol), scale / self.start
+        if self.left < len(self.live):  # what has ended is no event
+            excess, growth = torch.where(self.live, excess, 2 * self.stop.atol + 1), torch.where(self.live, growth, 0.0)
+        low, high = bounds(excess)
+        if not (low > self.stop.atol and high < math.inf and growth.max().item() <= (self.far if state.exact else self.too_far)):
+            return False
+        if state.exact and not self.note(state.z, size / scale):
             return False
         self.peak, self.before = torch.maximum(self.peak, size), size
-        if self.aim < 1 and state.exact:
-            self.met |= meets & (size <= 0.5 * self.peak)
-        if residual is not None:
-            self.latest = state.z
+        return True
+
+    def note(self, z: Tensor, residual: Tensor) -> bool:
+        """Note the iterates as the best of their samples, if for all that are live they are."""
+        whole = len(self.live) == len(self.codes)
+        worse = residual >= (self.residual if whole else self.residual[self.rows])
+        if (worse if self.left == len(self.live) else worse & self.live).any():
+            return False
+        self.latest = z
+        if whole and self.left == len(self.live):
+            self.residual = residual
+        else:
             self.residual[self.rows[self.live]] = residual[self.live]
         return True
 
@@ -365,14 +375,14 @@ class _Loop:
     def finish(self, mask: Tensor, status: Status, step: int) -> None:
         """Give the live rows under the mask their status, and freeze them."""
         mask = mask & self.live
-        if mask.any():
+        if done := int(mask.sum()):
             self.codes[self.rows[mask]] = status.code
             self.steps[self.rows[mask]] = step
-            self.live = self.live & ~mask
+            self.live, self.left = self.live & ~mask, self.left - done
 
     def compact(self, state: State) -> State:
         """Drop the finished rows when they are at least a quarter."""
-        if not self.fn.independent or 4 * int(self.live.sum()) > 3 * self.live.numel():
+        if not self.fn.independent or 4 * self.left > 3 * self.live.numel():
             return state
         self.store()
         rows = self.live.nonzero()[:, 0]
