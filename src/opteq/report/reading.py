@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -68,13 +69,12 @@ def read_all(folders: Sequence[Path]) -> list[RunData]:
 
 def _read(folder: Path, name: str, with_findings: bool) -> RunData:
     run, notes = Run.read(folder), list[str]()
-    metrics = _noting(notes, run.metrics, [])
+    noting = partial(_noting, notes)
+    metrics = noting(run.metrics, [])
     rows = {kind: [row for row in metrics if row.get("kind") == kind] for kind in ("step", "epoch", "monitor", "event")}
-    files = {part: _noting(notes, lambda part=part: run.read_json(f"{part}.json"), None) for part in _FILES}  # type: ignore[misc]
-    text = _noting(notes, lambda: _text(folder / "problem.txt"), "").strip()
-    findings = Findings(left_out=has_findings(folder))
-    if with_findings:
-        findings = read_findings(folder, lambda read, otherwise: _noting(notes, read, otherwise))
+    files = {part: noting(partial(run.read_json, f"{part}.json"), None) for part in _FILES}
+    text = noting(partial(_text, folder / "problem.txt"), "").strip()
+    findings = read_findings(folder, noting) if with_findings else Findings(left_out=has_findings(folder))
     return RunData(
         name=name,
         config=flattened(run.config),
