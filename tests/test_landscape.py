@@ -46,7 +46,7 @@ from opteq.diagnostics.directions import directions
 from opteq.diagnostics.landscape_figure import contour_levels
 from opteq.diagnostics.losses import data_loss
 from opteq.diagnostics.progress import reporting
-from opteq.models import Readout
+from opteq.models import Readout, Repeated
 from opteq.recipes import load_model
 from opteq.runs import RunError, RunWarning
 from opteq.solvers import Picard
@@ -383,6 +383,16 @@ def test_a_layer_that_raises_gives_nan_where_it_fails_and_the_same_mask() -> Non
     )
     assert torch.equal(warned.converged, raised.converged)
     assert torch.equal(raised.loss.isnan(), ~raised.converged)
+
+
+def test_a_network_of_a_fixed_depth_fails_where_its_states_are_not_finite_only() -> None:
+    model = Repeated(layer().cell, 3)
+    assert not model.solve(X).converged.any()  # of no equilibrium
+    found = landscape(model, lambda m: m(X).square().sum(), steps=3)
+    assert found.converged.all()
+    assert found.basin(level=2 * float(found.loss[1, 1])).points > 0
+    far = landscape(model, lambda m: m(1e200 * X).square().sum(), steps=3, span=1e80)
+    assert far.converged.tolist() == [[False] * 3, [False, True, False], [False] * 3]
 
 
 def test_one_failing_sample_of_one_of_several_solves_is_enough() -> None:

@@ -22,7 +22,7 @@ from opteq.diagnostics.keeping import kept
 from opteq.diagnostics.losses import check_callable
 from opteq.diagnostics.progress import Progress, reporting
 from opteq.equilibrium import ConvergenceWarning, Equilibrium, observe
-from opteq.solution import ConvergenceError, Solution
+from opteq.solution import ConvergenceError, Solution, finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +37,7 @@ class Landscape(Finding):
     """loss[i, j] = L(theta + axis[i] d_1 + axis[j] d_2), or loss[i] along one direction: float64 tensors on the CPU.
 
     `converged`: whether every Equilibrium or Readout that the loss called on was solved; elsewhere the loss is of something else.
+    One of a fixed depth (`Unrolled`) has nothing to solve: its states must be finite.
 
     Examples:
         >>> import torch
@@ -165,7 +166,8 @@ def _evaluate(
 
     def watch(layer: Equilibrium, solution: Solution, phase: str) -> None:
         nonlocal failed
-        failed = failed or not bool(solution.converged.all())
+        done = finite(solution.codes) if phase == "unrolled" else solution.converged  # a fixed depth has no tolerance to meet
+        failed = failed or not bool(done.all())
 
     with torch.no_grad(), observe(watch), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
