@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from opteq import cli, recipes
+from opteq.gradients import Unrolled
 from opteq.recipes import Data, Deep, FeedForward, Recipe, Solve
 from opteq.runs import Run
 from opteq.training import TrainConfig
@@ -40,6 +41,13 @@ def test_the_stages_of_a_run_are_the_untrained_model_its_checkpoints_and_the_tra
         torch.testing.assert_close(stages["after"].state_dict()[name], after[name], rtol=0, atol=0)
         torch.testing.assert_close(stages["step 4"].state_dict()[name], step[f"model.{name}"], rtol=0, atol=0)
     assert any(not torch.equal(tensor, step[f"model.{name}"]) for name, tensor in after.items())
+
+
+def test_every_stage_is_in_the_mode_of_the_training(tmp_path: Path) -> None:
+    model = Deep(channels=2, hidden=(2,), pool=1)
+    recipes.run(Recipe(SMALL, model, TrainConfig(epochs=1, mode="unrolled", unroll=3)), tmp_path / "run", verbose=False)
+    stages, _ = recipes.load_stages(tmp_path / "run")
+    assert [stage.equilibrium.gradient for stage in stages.values()] == [Unrolled(3)] * 2
 
 
 def test_every_finding_is_written_and_put_into_words(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,7 +236,7 @@ def load_stages(folder: str | Path) -> tuple[dict[str, nn.Module], Dataset]:
     """The model of a run "before" its training, at the checkpoints that it still has ("step 40"), and "after"; and its data."""
     recipe, run = Recipe.of_run(folder), Run.read(folder)
     dataset, total = recipe.data.load(), max(run.steps(), default=0)
-    stages = {"before": build(recipe, dataset).eval()}
+    stages = {"before": _in_mode(recipe, build(recipe, dataset))}
     for step in run.steps():
         if 0 < step < total:  # 0 is before, and the last is what the training ended with, or comes closest
             stages[f"step {step}"] = _with(recipe, dataset, _parameters(run.load(step)))
@@ -244,9 +244,15 @@ def load_stages(folder: str | Path) -> tuple[dict[str, nn.Module], Dataset]:
 
 
 def _with(recipe: Recipe, dataset: Dataset, weights: dict[str, Tensor]) -> nn.Module:
-    model = _built(recipe, dataset, unstandardized)  # the weights hold the mean and the deviation of the training
-    set_mode(model, recipe.train.mode, recipe.train.unroll)
+    # The weights hold the mean and the deviation of the training.
+    model = _in_mode(recipe, _built(recipe, dataset, unstandardized))
     model.load_state_dict(weights)
+    return model
+
+
+def _in_mode(recipe: Recipe, model: nn.Module) -> nn.Module:
+    """The model for evaluation, with the solver and the gradient that it is trained with."""
+    set_mode(model, recipe.train.mode, recipe.train.unroll)
     return model.eval()
 
 
