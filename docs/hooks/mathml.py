@@ -6,7 +6,8 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-BARS = re.compile('<mo(?: stretchy="false")?>(&#x0007C;|&#x02016;)</mo>')  # |z| and ||z||, which are not meant as relations
+BARS = re.compile('<mo(?: stretchy="false")?>(&#x0007C;|&#x02016;|&#x022C6;)</mo>')  # |z|, ||z|| and z*, not meant as relations
+NAMES = re.compile("<mo>([A-Za-z]{2,})</mo>")  # max, prox
 MARKED = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>([.,;:)]*)', re.DOTALL)
 
 
@@ -15,6 +16,7 @@ def mathml(latex: str, *, block: bool = False) -> str:
     found = convert(latex, display="block" if block else "inline")
     if "\\" in found or "<mi>&</mi>" in found:
         raise ValueError(f"This formula cannot be written as MathML: {latex}")
+    found = NAMES.sub(r'<mo lspace="0.17em" rspace="0.17em">\1</mo>', found)
     return BARS.sub(r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>', found)
 
 
