@@ -96,6 +96,7 @@ def test_a_section_says_what_was_measured_and_why_it_was_not_shown():
         "preset": "small",
         "seed": 3,
         "seconds": 180.0,
+        "workers": 2,
         "machine": {"cores": 2, "processor": "x86_64", "cuda": False},
         "versions": {"opteq": "0.1.0", "torch": "2.13.0"},
         "config": {"data": "cifar10", "epochs": [1, 2]},
@@ -127,7 +128,8 @@ def test_a_section_says_what_was_measured_and_why_it_was_not_shown():
         "**Not testable:** Who knows. *no time*\n",
         "A table:\n\n| a | \\|b\\| |\n|---|---|\n| x | 1.235 |\n|  | 7 |\n",
         "![name](figures/name.png)",
-        "Preset `small`, seed 3, 3.0 minutes of computing in all, 2 cores (x86_64), no GPU, opteq 0.1.0, torch 2.13.0.",
+        "Preset `small`, seed 3, 3.0 minutes of computing in all by 2 processes at a time, 2 cores (x86_64), no GPU, "
+        "opteq 0.1.0, torch 2.13.0.",
         "A note. Settings that differ: `epochs` [1, 2] (`paper`: [200, 200, 200, 200, 200]).",
     ):
         assert part in text

@@ -145,7 +145,7 @@ def test_the_table_has_the_prediction_beside_the_fall_and_takes_failed_cells():
 
 
 def test_a_width_with_one_seed_is_told():
-    assert [note for note in width.notes(width.PRESETS["small"]) if "one seed at m = 2000" in note]
+    assert [note for note in width.notes(width.PRESETS["smoke"]) if "one seed at m = 120" in note]
     assert len(width.notes(width.PRESETS["paper"])) == 1
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 __all__ = [
-    "Measured", "at_least", "at_most", "claim", "clear_gain", "column", "curve", "gain", "judged", "mean_error", "ratios",
+    "CLEAR", "Measured", "at_least", "at_most", "claim", "clear_gain", "column", "curve", "gain", "judged", "mean_error", "ratios",
     "untestable", "verdict", "within",
 ]  # fmt: skip
 

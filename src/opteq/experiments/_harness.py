@@ -106,6 +106,7 @@ def gather(
         "versions": {"opteq": opteq.__version__, "torch": torch.__version__},
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "cuda": torch.cuda.is_available()},
         "failed": {one.name: one.error for one in outcomes.values() if one.error},
+        "workers": options.workers,
         "cell_seconds": {one.name: round(one.seconds, 1) for one in outcomes.values()},
         "notes": list(notes),
         "claims": dict(claims),
@@ -119,14 +120,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, An
     return {"columns": list(columns), "rows": [list(row) for row in rows]}
 
 
-def rounded(value: Any) -> Any:
-    """The same with 6 significant digits, and null for what is no number."""
+def rounded(value: Any, digits: int = 6) -> Any:
+    """The same with so many significant digits, and null for what is no number."""
     if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
+        return {key: rounded(part, digits) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(part) for part in value]
+        return [rounded(part, digits) for part in value]
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     return value
 
 
@@ -158,7 +159,7 @@ def grid(name: str, function: Function, cells: Mapping[str, dict[str, Any]], opt
 
     def tell(outcome: Outcome) -> None:
         state = f"FAILED: {outcome.error}" if outcome.error else "found" if outcome.cached else f"{outcome.seconds:.1f} s"
-        print(f"{outcome.name:30}{state}", flush=True)
+        print(f"{outcome.name:30} {state}", flush=True)
 
     with executor(options.executor, address=options.address, workers=options.workers) as pool:
         return run_grid(function, cells, folder(name, options), executor=pool, tell=tell)

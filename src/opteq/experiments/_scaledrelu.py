@@ -27,6 +27,7 @@ from opteq.diagnostics.drawing import COLOURS
 from opteq.experiments._claims import column, mean_error
 from opteq.experiments._harness import Options
 from opteq.operators import Dense
+from opteq.products import affine, product
 from opteq.spectral import operator_norm
 
 if TYPE_CHECKING:
@@ -103,13 +104,8 @@ class Network:
 
     def equilibrium(self, Phi: Tensor, start: Tensor) -> Tensor:
         """Z = relu(gamma Z A + Phi), from a start."""
-        E, u = self.excess(), Phi / (1 - self.gamma)
-        return settle(
-            start,
-            self.tolerance,
-            lambda Z: torch.addmm(u, Z, E).relu_(),
-            lambda Z: torch.addmm(Phi, Z, self.A, alpha=self.gamma).relu_(),
-        )
+        E, u, scaled = self.excess(), Phi / (1 - self.gamma), self.gamma * self.A
+        return settle(start, self.tolerance, lambda Z: affine(u, Z, E).relu_(), lambda Z: affine(Phi, Z, scaled).relu_())
 
     def excess(self) -> Tensor:
         """E = gamma (A - I) / (1 - gamma)."""
@@ -119,12 +115,12 @@ class Network:
 
     def predict(self, x: Tensor) -> Tensor:
         """The outputs for other inputs."""
-        Phi = torch.relu(x @ self.W)
+        Phi = product(x, self.W).relu_()
         return self.equilibrium(Phi, Phi / (1 - self.gamma)) @ self.b
 
     def solve(self, x: Tensor) -> Tensor:
         """The equilibrium of the training data, begun where the last two point to; NaN if it is not found."""
-        self.Phi = torch.relu(x @ self.W)
+        self.Phi = product(x, self.W).relu_()
         Z = self.equilibrium(self.Phi, self.next_Z if len(self.next_Z) else self.Phi / (1 - self.gamma))
         self.next_Z = (2 * Z - self.Z).relu_() if len(self.Z) else Z
         self.Z = Z
@@ -132,12 +128,13 @@ class Network:
 
     def adjoint(self, residual: Tensor) -> Tensor:
         """V = D * (r b' + gamma V A'), D = 1[Z > 0]: the gradient of the loss with respect to gamma Z A + Phi."""
-        E, D, u = self.excess(), self.Z > 0, torch.outer(residual, self.b)
+        E, scaled, D, u = self.excess(), self.gamma * self.A, self.Z > 0, torch.outer(residual, self.b)
+        source = u / (1 - self.gamma)
         V = settle(
             self.next_V if len(self.next_V) else u * D,
             10 * self.tolerance,  # an error of V changes the loss less than one of Z
-            lambda V: torch.addmm(u, V, E.T, beta=1 / (1 - self.gamma)).mul_(D),
-            lambda V: torch.addmm(u, V, self.A.T, alpha=self.gamma).mul_(D),
+            lambda V: affine(source, V, E.T).mul_(D),
+            lambda V: affine(u, V, scaled.T).mul_(D),
         )
         self.next_V = 2 * V - self.V if len(self.V) else V
         self.V = V
@@ -147,8 +144,8 @@ class Network:
         """One step of gradient descent in W, A and b; `solve` was called before."""
         V = self.adjoint(residual)
         self.b -= step * (self.Z.T @ residual)
-        self.A.addmm_(self.Z.T, V, alpha=-step * self.gamma)
-        self.W.addmm_(x.T, V * (self.Phi > 0), alpha=-step)
+        self.A.sub_(product(self.Z.T, V), alpha=step * self.gamma)
+        self.W.sub_(product(x.T, V * (self.Phi > 0)), alpha=step)
 
 
 def settle(start: Tensor, tolerance: float, *updates: Callable[[Tensor], Tensor]) -> Tensor:
@@ -175,12 +172,12 @@ def forward_iterations(network: Network, x: Tensor) -> tuple[int, int]:
     The change is that of the whole matrix: in the operator norm, which is how the paper writes it, and in the Frobenius norm. The
     first takes longer to compute, but it lies between |.|_F / sqrt(rank) and |.|_F: only in between is it computed.
     """
-    Phi = torch.relu(x @ network.W)
+    Phi = product(x, network.W).relu_()
     scaled, change, Z, count, operator = network.gamma * network.A, Phi, Phi, 1, 0
     while not (size := float(torch.linalg.matrix_norm(change))) <= CHANGE and count < LIMIT:  # NaN is no end
         if not operator and size <= CHANGE * math.sqrt(min(change.shape)) and spectral_norm(change) <= CHANGE:
             operator = count
-        new = torch.addmm(Phi, Z, scaled).relu_()
+        new = affine(Phi, Z, scaled).relu_()
         change, Z, count = new - Z, new, count + 1
     return operator or count, count
 
