@@ -115,11 +115,11 @@ def test_dots_stand_for_lines():
     assert not shows("a 1\n...\nd 4\n...\nb\n", printed)
 
 
-def hook(name):
-    """What MkDocs calls with the HTML of a page."""
+def hook(name, function="on_page_content"):
+    """A function of a hook, by default what MkDocs calls with the HTML of a page."""
     names: dict[str, object] = {}
     exec(compile((DOCS / "hooks" / name).read_text(encoding="utf-8"), name, "exec"), names)
-    return names["on_page_content"]
+    return names[function]
 
 
 def test_escaped_pipes_in_tables_are_pipes():
@@ -132,6 +132,19 @@ def test_names_in_tables_break_at_their_joints_only():
     content = "<td><code>tests/test_solve.py::test_a_name</code> <code>0.5 &lt; z_0</code></td><p><code>opteq.solve</code></p>"
     wanted = "<td><code>tests/<wbr>test_<wbr>solve.py::<wbr>test_a_<wbr>name</code> <code>0.5 &lt; z_0</code></td>"
     assert hook("tables.py")(content) == wanted + "<p><code>opteq.solve</code></p>"
+
+
+def test_cells_of_a_table_that_would_be_squeezed_are_marked():
+    cells = ["a word", "A sentence of more than thirty letters.", "<code>a_name_of_more_than_thirty_letters</code>", "name " * 21]
+    found = hook("tables.py")("".join(f"<td>{cell}</td>" for cell in cells) + f"<th>{cells[1]}</th>")
+    assert re.findall(r'<t[dh](?: class="(\w+)")?>', found) == ["", "long", "", "longer", ""]
+
+
+def test_mathematics_in_docstrings_is_neither_html_nor_emphasis(monkeypatch):
+    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Object=object))  # comes with the extra `docs` only
+    text = "z* minimises <U x, z>, as `a*b` and\n    >>> 2 * x\n    <Tensor>\n\nz* < 1."
+    wanted = "z\\* minimises &lt;U x, z>, as `a*b` and\n    >>> 2 * x\n    <Tensor>\n\nz\\* < 1."
+    assert hook("docstrings.py", "escaped")(text) == wanted
 
 
 def test_formulas_become_mathml():

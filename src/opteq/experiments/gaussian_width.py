@@ -79,8 +79,8 @@ class Config:
 
 WHY = {
     "speed": "It is so on the sphere and on MNIST. On CIFAR-10 it is for m = 500 and 1000 alone: the draw of the weights decides "
-    "more than the width there. Among the five seeds at m = 250 the loss at the start is between 723 and 1727, and how soon a wider "
-    "network is at a level depends on where it starts.",
+    "more than the width there. Among the five seeds at m = 250 the loss at the start is between 723 and 1727, and how soon a "
+    "wider network is at a level depends on where it starts.",
     "gram": "It is so on the sphere and on MNIST. On CIFAR-10 the change is the same at m = 250 and 500, and at 1000 and 2000, to "
     "within 3%, where it varies threefold among the seeds of one width: 0.0115 to 0.0376 at m = 250.",
 }
