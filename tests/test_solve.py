@@ -612,3 +612,16 @@ def test_a_drift_that_is_lost_beside_the_rest_of_z_is_no_solution(
 
     z0 = torch.tensor([[0.0, size]], dtype=dtype)
     assert solve(f, z0, solver, Stop(rtol=rtol, max_steps=50)).status is not Status.CONVERGED
+
+
+@pytest.mark.parametrize("mates", [0, 1])
+def test_a_residual_that_equals_its_limit_to_the_bit_meets_it_alone_and_among_others(mates: int) -> None:
+    """From 99 to 100 the relative residual is 1e-2, the tolerance; a step later there is nothing left of it."""
+
+    def f(z: Tensor) -> Tensor:
+        hard = torch.where(z == 0, 99.0, torch.where(z == 99, 100.0, math.nan))
+        return torch.cat([hard[:1], torch.ones_like(z[1:])])
+
+    found = solve(f, zeros(1 + mates, 8), Picard(), Stop(rtol=1e-2, max_steps=20))
+    assert found.statuses == (Status.CONVERGED,) * (1 + mates)
+    assert found.steps.tolist() == [1] * (1 + mates)

@@ -256,11 +256,11 @@ class _Loop:
         """
         if self.trace is not None or self.solver.selective or self.fn.coupled or self.meeting:
             return False
-        excess, growth = torch.sub(size, scale, alpha=self.stop.rtol), scale / self.start
+        excess, growth = size - self.limit(scale), scale / self.start  # above 0 exactly where size > limit
         if self.left < len(self.live):  # what has ended is no event
-            excess, growth = torch.where(self.live, excess, 2 * self.stop.atol + 1), torch.where(self.live, growth, 0.0)
+            excess, growth = torch.where(self.live, excess, 1.0), torch.where(self.live, growth, 0.0)
         low, high = bounds(excess)
-        if not (low > self.stop.atol and high < math.inf and growth.max().item() <= (self.far if state.exact else self.too_far)):
+        if not (low > 0 and high < math.inf and growth.max().item() <= (self.far if state.exact else self.too_far)):
             return False
         if state.exact and not self.note(state.z, size / scale):
             return False
@@ -286,12 +286,17 @@ class _Loop:
             return self.fn
         return cast(Map, self.last)  # a solver that says so does no more with it than to call it
 
+    def limit(self, scale: Tensor) -> Tensor:
+        """What the residual may come to."""
+        relative = self.stop.rtol * scale
+        return self.stop.atol + relative if self.stop.atol else relative
+
     def meets(self, size: Tensor, scale: Tensor) -> Tensor:
-        return size <= self.stop.atol + self.stop.rtol * scale
+        return size <= self.limit(scale)
 
     def enough(self, size: Tensor, scale: Tensor) -> Tensor:
         """Which samples meet the tolerance, and as much less of it as is aimed at or can be had: NaN is never enough."""
-        limit = self.stop.atol + self.stop.rtol * scale
+        limit = self.limit(scale)
         if self.aim == 1:
             return size <= limit
         return (size <= self.aim * limit) | ((size <= limit) & (size > _FALLS * self.before))
