@@ -106,7 +106,7 @@ def gather(
         "versions": {"opteq": opteq.__version__, "torch": torch.__version__},
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "cuda": torch.cuda.is_available()},
         "failed": {one.name: one.error for one in outcomes.values() if one.error},
-        "workers": options.workers,
+        "workers": min(options.workers, len(outcomes)) if options.executor == "local" else None,
         "cell_seconds": {one.name: round(one.seconds, 1) for one in outcomes.values()},
         "notes": list(notes),
         "claims": dict(claims),

@@ -152,7 +152,7 @@ def provenance(result: Result) -> Iterator[str]:
     """How, where and by which version it was measured."""
     machine, versions = result["machine"], result["versions"]
     accelerator = "with CUDA" if machine["cuda"] else "no GPU"
-    together = f" by {result['workers']} processes at a time" if result.get("workers", 1) > 1 else ""
+    together = f" by {result['workers']} processes at a time" if (result.get("workers") or 1) > 1 else ""
     yield f"Preset `{result['preset']}`, seed {result['seed']}, {result['seconds'] / 60:.1f} minutes of computing in all{together},"
     yield f"{machine['cores']} cores ({machine['processor']}), {accelerator}, opteq {versions['opteq']}, torch {versions['torch']}."
 
