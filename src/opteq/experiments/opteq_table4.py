@@ -56,8 +56,8 @@ CLAIMS = {
 
 WHY = {
     "first": "The plain network is 3.4 points ahead: in the same time it saw each image 35 times, and OptEq, a step of which costs "
-    "about three times as much, 12 times. Both had the same settings, which were found for OptEq. After 40 epochs, at the full size "
-    "of the images, OptEq has 87.2% in opteq_cifar10; the plain network was not trained for so long.",
+    "about three times as much, 12 times. Both had the same settings, which were found for OptEq. After 40 epochs, at the full "
+    "size of the images, OptEq has 87.2% in opteq_cifar10; the plain network was not trained for so long.",
     "order": "MON and the augmented ODE are the wrong way round, 1.3 points apart, with one seed (one standard error of each, "
     "from the 10,000 test images, is 0.5). Both are far from trained: MON saw 22,500 images twice, the augmented ODE "
     "18,000 four times. Longer trainings of them were not made.",
