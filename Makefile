@@ -48,7 +48,7 @@ bench: .venv/.bench  ## Compare with other libraries, interleaved; BENCH="--quic
 docs: .venv/.docs  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# In a folder of its own, so that what is imported is what was installed. Without extras, `opteq info` names the one that it needs.
+# In a folder of its own, so that what is imported is what was installed.
 package: .venv/.package  ## Build the wheel and the sdist into dist/, check them, and try the wheel in an environment of its own.
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist
@@ -57,7 +57,7 @@ package: .venv/.package  ## Build the wheel and the sdist into dist/, check them
 	dist/try/bin/python -m pip install -qq --no-compile -c constraints.txt dist/*.whl
 	@sed -n '/^```python/,/^```$$/{/^```$$/q;/^```/d;p}' README.md > dist/try/readme.py
 	cd dist/try && bin/python readme.py | grep CONVERGED
-	cd dist/try && bin/opteq --version && { bin/python -m opteq info || test $$? = 2; }
+	cd dist/try && bin/opteq --version && bin/python -m opteq info
 	@rm -rf dist/try
 
 clean:  ## Remove .venv and everything that was built.

@@ -181,6 +181,12 @@ def test_info_says_what_a_bug_report_needs(capsys):
     assert facts["tyro"][0].isdigit()
 
 
+def test_info_needs_no_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "opteq.cli.common", None)  # what imports tyro and rich
+    assert cli.main(["info"]) == 0
+    assert json.loads(capsys.readouterr().out)["opteq"] == opteq.__version__
+
+
 def test_info_knows_all_that_the_commands_may_import(capsys):
     extras = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = {re.split("[<>=]", package)[0] for name in ("train", "report", "dask", "tensorboard") for package in extras[name]}

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from opteq.cli.common import console, parse, table
 from opteq.data.files import root_folder
 from opteq.runs import environment
 
@@ -29,9 +28,14 @@ class Info:
 
 
 def info(arguments: Sequence[str]) -> int:
-    """Print what this installation is."""
-    options: Info = parse(Info, "info", arguments)
+    """Print what this installation is; as JSON where it has neither a parser nor tables, which a bug report may be of, too."""
     facts = {**environment(), **{name: _version(name) for name in _OPTIONAL}, "data_folder": str(root_folder(None))}
+    try:
+        from opteq.cli.common import console, parse, table
+    except ImportError:
+        print(json.dumps(facts, indent=2))
+        return 0
+    options: Info = parse(Info, "info", arguments)
     if options.json:
         print(json.dumps(facts, indent=2))
     else:
