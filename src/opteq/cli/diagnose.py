@@ -61,7 +61,7 @@ def diagnose(arguments: Sequence[str]) -> int:
     for look in dict.fromkeys(options.only):
         try:
             found, words = LOOKS[look](subject)
-        except (TypeError, ValueError) as error:  # such as a network without an equilibrium, or with a gradient that is none
+        except ValueError as error:  # such as a network without an equilibrium, or with a gradient that is none
             out.print(f"{look}: left out. {error}", soft_wrap=True)
             continue
         paths = found.save(options.out or options.run)

@@ -156,7 +156,7 @@ class _Watch:
     def __call__(self, layer: Equilibrium, solution: Solution, phase: str) -> None:
         if isinstance(layer.gradient, (Phantom, JacobianFree)):
             kind = type(layer.gradient).__name__
-            raise TypeError(f"{kind} only approximates the gradient, so that there is no Hessian: take Implicit() or Unrolled.")
+            raise ValueError(f"{kind} only approximates the gradient, so that there is no Hessian: take Implicit() or Unrolled.")
         if phase != "unrolled" and not bool(solution.converged.all()):
             self.failed[phase] += 1
 
