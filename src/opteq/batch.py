@@ -10,7 +10,7 @@ from opteq.checks import is_transformed
 
 def flat(z: Tensor) -> Tensor:
     """Each sample as one row: [batch, ...] -> [batch, n]."""
-    return z.reshape(z.shape[0], math.prod(z.shape[1:]))
+    return z if z.ndim == 2 else z.reshape(z.shape[0], math.prod(z.shape[1:]))
 
 
 def channels_together(z: Tensor) -> bool:
@@ -65,7 +65,7 @@ def taken(z: Tensor, rows: Tensor) -> Tensor:
 
 def norm(z: Tensor) -> Tensor:
     """The Euclidean norm of each sample, also where squares overflow or vanish: 1e30 and 1e-30 are fine in float32."""
-    rows = z if z.ndim == 2 else lined(z)
+    rows = lined(z)
     plain: Tensor = torch.linalg.vector_norm(rows, dim=1)
     if not plain.numel():
         return plain

@@ -25,15 +25,14 @@ from opteq import data
 from opteq.cells import ScaledReLU
 from opteq.diagnostics.drawing import COLOURS
 from opteq.experiments._claims import column, mean_error
+from opteq.experiments._descent import half_square, spectral_norm
 from opteq.experiments._harness import Options
-from opteq.operators import Dense
 from opteq.products import affine, product
-from opteq.spectral import operator_norm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Network", "draw_row", "end", "forward_iterations", "settings", "shown", "spectral_norm", "train"]
+__all__ = ["Network", "draw_row", "end", "forward_iterations", "settings", "shown", "train"]
 
 MOST = 300  # iterations of a solve of the training
 LIMIT, CHANGE = 100, 1e-2  # of the paper: the iterations of a forward pass, and the |Z_{l+1} - Z_l| at which it ends
@@ -180,16 +179,6 @@ def forward_iterations(network: Network, x: Tensor) -> tuple[int, int]:
         new = affine(Phi, Z, scaled).relu_()
         change, Z, count = new - Z, new, count + 1
     return operator or count, count
-
-
-def spectral_norm(matrix: Tensor) -> float:
-    """||M||_2, by Lanczos' method: ten times as fast as all singular values."""
-    return float(operator_norm(Dense(matrix), method="lanczos"))
-
-
-def half_square(error: Tensor) -> float:
-    """|y^ - y|^2 / 2."""
-    return float(error.square().sum()) / 2
 
 
 # --- what is made of the curves -------------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ from opteq import Stop, data, solve
 from opteq.cells import GaussianDEQ
 from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.experiments._claims import Measured, at_most, curve, judged, mean_error
+from opteq.experiments._descent import half_square, spectral_norm
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
-from opteq.experiments._scaledrelu import spectral_norm
 from opteq.models import Readout
 from opteq.products import product
 from opteq.solvers import Picard
@@ -170,11 +170,6 @@ def descend(cell: GaussianDEQ, a: Tensor, x: Tensor, z: Tensor, r: Tensor, error
     cell.W.sub_(product(pull, z), alpha=step)
     cell.U.sub_(product(pull, x), alpha=step)
     a.addmv_(z.T, error, alpha=-step)
-
-
-def half_square(error: Tensor) -> float:
-    """|y^ - y|^2 / 2."""
-    return float(error.square().sum() / 2)
 
 
 def largest_eigenvalue(K: Tensor) -> float:
