@@ -358,6 +358,17 @@ def test_a_constrained_cell_never_leaves_the_ball(make, margin, dtype):
     assert norm_of(cell, (7, 7)) > 0.75 * cell.norm_limit  # scaled to the edge: that of images of every size
 
 
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+def test_autocast_rounds_no_weight(name):
+    """Less precision is for what is made of x: rounded W leave their ball, rounded A are not orthogonal."""
+    entry = ZOO[name]
+    cell, x = entry.make().float(), entry.x(1).float()
+    exact = cell.bind(x).leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cell.bind(x).leaves()
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(found, exact, strict=True) if not a.per_sample)
+
+
 @constrained
 def test_training_never_leaves_the_ball(make):
     torch.manual_seed(0)

@@ -418,6 +418,17 @@ def test_inside_the_ball_nothing_changes(build: Any, shape: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize(("build", "shape"), BALLS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_does_not_round_the_norm(build: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    W = 30 * torch.randn(shape)
+    exact, scaled = float(operator_norm(build(W))), NormBall(1.0, build)(W)
+    with torch.autocast("cpu", dtype):
+        assert float(operator_norm(build(W))) == exact
+        assert torch.equal(NormBall(1.0, build)(W), scaled)
+
+
+@pytest.mark.parametrize(("build", "shape"), BALLS)
 def test_the_derivatives_of_the_ball(build: Any, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     shape = tuple(min(length, 5) for length in shape)

@@ -262,11 +262,12 @@ def _slack(stored: torch.dtype, computed: torch.dtype, rank: int, taps: int) -> 
 
 def _at_peak(kernel: Tensor, grid: _Grid, floor: float = 0.0) -> Tensor:
     """K(w) of the group and the frequency of the grid where |K(w)| is largest, or any when all of them are below `floor`."""
-    peak = torch.ops.opteq.peak(kernel.detach(), grid.rows, grid.columns, floor)
-    group, row, column = _places(peak[None], grid.rows, grid.columns)
-    block = kernel.index_select(0, group).flatten(-2)[0]  # [hidden, channels, taps]
-    angles = _angles(row, column, kernel.shape[-2:], grid.rows, grid.columns).to(kernel)[0]
-    return torch.complex(block @ angles.cos(), block @ angles.sin())
+    with torch.autocast(kernel.device.type, enabled=False):  # products of less precision would let weights leave their ball
+        peak = torch.ops.opteq.peak(kernel.detach(), grid.rows, grid.columns, floor)
+        group, row, column = _places(peak[None], grid.rows, grid.columns)
+        block = kernel.index_select(0, group).flatten(-2)[0]  # [hidden, channels, taps]
+        angles = _angles(row, column, kernel.shape[-2:], grid.rows, grid.columns).to(kernel)[0]
+        return torch.complex(block @ angles.cos(), block @ angles.sin())
 
 
 def _places(index: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:

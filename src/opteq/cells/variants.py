@@ -75,8 +75,9 @@ class AffineOptEq(Cell):
 
     def bind(self, x: Tensor) -> AffineMap:
         dtype = self.promoted(x)
-        A = self.A.to(dtype)
-        inverse = A.T if self.orthogonal else torch.linalg.inv(at_least_single(A)).to(dtype)
+        with torch.autocast(self.t.device.type, enabled=False):  # rounded to less, A would not be orthogonal
+            A = self.A.to(dtype)
+            inverse = A.T if self.orthogonal else torch.linalg.inv(at_least_single(A)).to(dtype)
         return AffineMap(self.cell.bind(x.to(dtype)), A, inverse, self.t.to(dtype), self.orthogonal)
 
 
@@ -118,7 +119,8 @@ class Contraction(nn.Module):
     def forward(self, M: Tensor) -> Tensor:
         wide = at_least_single(M)
         eye = torch.eye(M.shape[0], dtype=wide.dtype, device=M.device)
-        S: Tensor = eye - torch.linalg.inv(eye + wide @ wide.T)
+        with torch.autocast(M.device.type, enabled=False):  # rounded to less, S could have eigenvalues below 0
+            S: Tensor = eye - torch.linalg.inv(eye + wide @ wide.T)
         return ((S + S.T) / 2).to(M.dtype)
 
     def right_inverse(self, S: Tensor) -> Tensor:
