@@ -10,8 +10,9 @@ from bound_zoo import KINDS, ActivationCell, equilibrium, gaussian, image_split,
 from cell_zoo import affine, conv, deep, dense, matrix_of, random_matrix
 from conformance import write_verify
 from opteq import Cell, Equilibrium, Stop
-from opteq.cells import FunctionCell, GaussianDEQ, Monotone, ScaledReLU, StackedOptEq, WideOptEq
-from opteq.models import Readout
+from opteq.cells import ConvOptEq, FunctionCell, GaussianDEQ, Monotone, OptEq, ScaledReLU, StackedOptEq, WideOptEq
+from opteq.models import Readout, Stem
+from opteq.models.separable import TwofoldOptEq
 from opteq.operators import Operator
 from opteq.regularizers import L2, Decorrelation, Incay
 from opteq.solvers import Anderson, Newton
@@ -427,6 +428,100 @@ def test_a_cell_of_ones_own_with_an_injection_is_estimated(activation: str, wrap
     assert bound.evidence == "estimate"
     assert float(bound) == pytest.approx(cell.activation.lipschitz * svd(cell.U) / (1 - 0.8), rel=1e-6)
     assert worst_ratio(cell, random_matrix(2, 3, seed=0), 0) <= float(bound)
+
+
+# Subclasses that compute something else
+
+
+class Steep(Monotone):
+    """x is injected seven times as strongly."""
+
+    def injection(self, x: Tensor) -> Tensor:
+        return 7 * super().injection(x)
+
+
+class Before(OptEq):
+    """Something is made of x before it is bound."""
+
+    def bind(self, x: Tensor):  # type: ignore[no-untyped-def]
+        return super().bind(9 * x)
+
+
+class Curved(OptEq):
+    def injection(self, x: Tensor) -> Tensor:
+        return 9 * torch.sin(super().injection(x))
+
+
+class Loud(GaussianDEQ):
+    def bind(self, x: Tensor):  # type: ignore[no-untyped-def]
+        return super().bind(9 * x)
+
+
+class Brighter(ConvOptEq):
+    def injection(self, x: Tensor) -> Tensor:
+        return 9 * super().injection(x)
+
+
+def test_a_subclass_with_its_own_way_with_x_is_measured_by_it() -> None:
+    torch.manual_seed(0)
+    cell = Steep(3, 6, m=0.5).double()
+    plain = Monotone(3, 6, m=0.5).double()
+    plain.load_state_dict(cell.state_dict())
+    bound = lipschitz_bound(cell)
+    assert bound.evidence == "estimate"
+    assert float(bound) == pytest.approx(7 * float(lipschitz_bound(plain)), rel=1e-6)
+    x = random_matrix(3, 3, seed=0)
+    assert worst_ratio(cell, x, 0) <= float(bound)
+    assert error_bound(cell, x, equilibrium(cell, x)).bound.max() < 1e-6
+
+
+@pytest.mark.parametrize("cell", [Before(3, 4, 5), Curved(3, 4, 5), Loud(3, 8), Brighter(2, 3, 4), TwofoldOptEq(2, 3, 4)])
+def test_a_subclass_whose_injection_is_not_known_is_refused(cell: Cell) -> None:
+    with pytest.raises(TypeError, match=f"no Lipschitz constant of {type(cell).__name__}|norm of a Chain on images of every size"):
+        lipschitz_bound(cell)
+
+
+class Added(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 5 * super().forward(x)
+
+
+class Doubled(Equilibrium):
+    def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(x, z0)
+
+
+class Twice(Readout):
+    def forward(self, x: Tensor, z0: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(x, z0)
+
+
+@pytest.mark.parametrize(
+    "module", [Added(nn.Linear(3, 3)), Scaled(3, 3), Doubled(gaussian(0)), Twice(gaussian(0))], ids=lambda m: type(m).__name__
+)
+def test_a_module_with_a_forward_of_its_own_is_refused(module: nn.Module) -> None:
+    said = rf"does not know what {type(module).__name__} computes: .* a forward of its own"
+    x = random_matrix(2, 3, seed=0)
+    for model in (module, nn.Sequential(nn.Sequential(module))):
+        with pytest.raises(TypeError, match=f"lipschitz_bound {said}"):
+            lipschitz_bound(model)
+    for model in (module if isinstance(module, Readout) else Added(nn.Linear(3, 3)), nn.Sequential(module, nn.Linear(3, 2))):
+        with pytest.raises(TypeError, match=r"does not know what .* computes"):
+            certified_radius(model.double(), x)
+    if isinstance(module, (Scaled, Readout)):
+        with pytest.raises(TypeError, match=f"certified_predictions {said}"):
+            certified_predictions(module, torch.zeros(2, 12 if isinstance(module, Readout) else 3), torch.zeros(2))
+
+
+def test_a_network_that_only_looks_at_its_input_first_is_taken_as_it_is() -> None:
+    torch.manual_seed(0)
+    stem = Stem(2, 3)
+    assert float(lipschitz_bound(stem)) == float(lipschitz_bound(stem[0]))
 
 
 # Certified radii

@@ -1,14 +1,16 @@
-"""What several parts of the theory share: checks of samples and kernels, and the matrix I - D W."""
+"""What several parts of the theory share: checks of samples, kernels and modules, norms, and the matrix I - D W."""
 
 import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opteq.checks import all_finite, check_floating, invalid
+from opteq.operators import Conv, Dense, Operator, Separable
+from opteq.spectral import Norm, operator_norm
 
-__all__ = ["check_samples", "check_symmetric", "system"]
+__all__ = ["check_forward", "check_samples", "check_symmetric", "norm_by_formula", "system"]
 
 
 def check_samples(
@@ -28,6 +30,19 @@ def check_symmetric(owner: str, name: str, K: Tensor) -> None:
     gap = float((K - K.T).abs().max())
     if gap > math.sqrt(torch.finfo(K.dtype).eps) * float(K.abs().max()):
         raise ValueError(invalid(owner, name, "symmetric", f"entries that differ by {gap:.3g}"))
+
+
+def check_forward(owner: str, module: nn.Module, *kinds: type[nn.Module]) -> None:
+    """Raise TypeError where a subclass of one of these has a forward of its own: it may compute something else."""
+    known = {kind.forward: kind.__name__ for kind in kinds if isinstance(module, kind)}
+    if known and type(module).forward not in known:
+        name, kind = type(module).__name__, next(iter(known.values()))
+        raise TypeError(f"{owner} does not know what {name} computes: it is of the kind {kind}, but has a forward of its own.")
+
+
+def norm_by_formula(operator: Operator) -> Norm | None:
+    """||W||, for images of every size; None for operators whose norm has no formula, such as chains of convolutions."""
+    return operator_norm(operator) if isinstance(operator, (Dense, Conv, Separable)) else None
 
 
 def system(W: Tensor, slope: Tensor) -> Tensor:

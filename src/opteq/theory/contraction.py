@@ -3,9 +3,10 @@
 Everything is computed in double precision, and each number is rounded to the safe side.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from opteq.cells import DepthwiseOptEq, GaussianDEQ, Monotone, MonotoneConv, MonotoneMultiTier, ScaledReLU
 from opteq.cells.deep import RegularizedStep
 from opteq.cells.optimization import ConvOptEq, OptEq, OptEqMap
-from opteq.cells.variants import MultivariateMap
+from opteq.cells.variants import MultivariateMap, MultivariateOptEq
 from opteq.equilibrium import Cell
 from opteq.maps import Map
 from opteq.operators import Conv, Dense, Operator, Separable
@@ -83,22 +84,29 @@ def measured(operator: Operator, shape: Sequence[int] | None = None) -> Norm:
         found = operator_norm(double)
     elif isinstance(double, (Conv, Separable)):
         found = operator_norm(double, None if shape is None else shape[1:])
+    elif shape is None:
+        raise UnknownFactorError(f"the norm of a {type(operator).__name__} on images of every size is not known.")
     else:
         found = operator_norm(double, shape, method="lanczos")
     return replace(found, value=found.value * (1 + ROUNDING))
 
 
 def injection_operator(cell: Cell) -> Operator | None:
-    """U of u = U x + b, the part of x in a cell of the library; None for others."""
-    if isinstance(cell, ScaledReLU):
-        return Dense(cell.W.T)
-    if isinstance(cell, DepthwiseOptEq):
-        return Separable(cell.U1, cell.U2[:, :, 0, 0], cell.padding)
-    if isinstance(cell, (ConvOptEq, MonotoneConv)):
-        return Conv(cell.U, cell.padding)
-    if isinstance(cell, MonotoneMultiTier):  # the tiers that x does not enter add nothing to the norm
-        return Conv(cell.U, "circular")
-    return Dense(cell.U) if isinstance(cell, (OptEq, GaussianDEQ, Monotone)) else None
+    """U of u = U x + b, the part of x in a cell of the library; None for others, and where a subclass has its own way with x."""
+    kind = next((kind for kind in type(cell).__mro__ if kind in _INJECTIONS), None)
+    if kind is None or any(getattr(type(cell), name, None) is not getattr(kind, name, None) for name in _TAKING_X):
+        return None
+    return _INJECTIONS[kind](cell)
+
+
+_TAKING_X: Final = ("bind", "injection", "_inject", "features")  # the methods that take x, as far as a cell has them
+_INJECTIONS: Final[dict[type, Callable[[Any], Operator]]] = {
+    **dict.fromkeys((OptEq, MultivariateOptEq, GaussianDEQ, Monotone), lambda cell: Dense(cell.U)),
+    **dict.fromkeys((ConvOptEq, MonotoneConv), lambda cell: Conv(cell.U, cell.padding)),
+    DepthwiseOptEq: lambda cell: Separable(cell.U1, cell.U2[:, :, 0, 0], cell.padding),
+    MonotoneMultiTier: lambda cell: Conv(cell.U, "circular"),  # the tiers that x does not enter add nothing to the norm
+    ScaledReLU: lambda cell: Dense(cell.W.T),
+}
 
 
 def layer_rates(fn: OptEqMap | MultivariateMap | ActivationMap, shape: Sequence[int] | None = None) -> Rates:

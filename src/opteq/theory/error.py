@@ -26,6 +26,7 @@ from opteq.models import Readout
 from opteq.solution import Solution
 from opteq.spectral import Evidence
 from opteq.splitting import ActivationMap, SplitMap
+from opteq.theory.common import check_forward
 from opteq.theory.contraction import (
     ROUNDING,
     Rates,
@@ -369,10 +370,12 @@ def _logit_rounding(W: Tensor, b: Tensor, rows: Tensor) -> Tensor:
 def _affine_head(owner: str, head: object) -> tuple[Tensor, Tensor]:
     """W and b of y = W z + b, in double precision."""
     if isinstance(head, Readout):
+        check_forward(owner, head, Readout)
         W, b = head.a.detach().double()[None], None
     else:
         check_instance(owner, "head", head, nn.Linear, "an nn.Linear or a Readout")
         assert isinstance(head, nn.Linear)
+        check_forward(owner, head, nn.Linear)
         W, b = head.weight.detach().double(), head.bias
     return W, W.new_zeros(len(W)) if b is None else b.detach().double()
 

@@ -16,7 +16,7 @@ from opteq.models import Readout
 from opteq.operators import Dense
 from opteq.solution import ConvergenceError
 from opteq.splitting import ActivationMap
-from opteq.theory.common import check_samples, check_symmetric, system
+from opteq.theory.common import check_forward, check_samples, check_symmetric, system
 
 __all__ = ["Flow", "LossGradient", "gradient_flow", "loss_gradient", "predicted_loss", "trainable"]
 
@@ -45,6 +45,7 @@ class LossGradient(NamedTuple):
 def trainable(owner: str, readout: Readout) -> dict[str, nn.Parameter]:
     """The parameters with requires_grad, under their names."""
     check_instance(owner, "readout", readout, Readout, "a Readout")
+    check_forward(owner, readout, Readout)
     found = {name: parameter for name, parameter in readout.named_parameters() if parameter.requires_grad}
     if not found:
         raise ValueError(invalid(owner, "readout", "a model with a trainable parameter", "requires_grad = False in all of them"))

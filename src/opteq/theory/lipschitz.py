@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,8 @@ from torch import Tensor, nn
 from opteq.batch import sound_samples
 from opteq.cells import (
     DeepOptEq,
-    GaussianDEQ,
     MonotoneConv,
     MonotoneMultiTier,
-    ScaledReLU,
     StackedOptEq,
     WideOptEq,
 )
@@ -26,9 +25,11 @@ from opteq.checks import check_finite, check_floating, check_instance, invalid
 from opteq.equilibrium import Cell, Equilibrium
 from opteq.maps import pullback
 from opteq.models import Readout
+from opteq.models.parts import Checked
 from opteq.operators import Conv, Dense, Operator, Separable
 from opteq.spectral import Evidence, Norm, operator_norm
 from opteq.splitting import ActivationMap, SplitMap
+from opteq.theory.common import check_forward
 from opteq.theory.contraction import (
     ROUNDING,
     Rates,
@@ -114,6 +115,7 @@ def lipschitz_bound(model: nn.Module) -> LipschitzBound:
 def _bound(module: nn.Module) -> LipschitzBound:
     if isinstance(module, Cell):
         return _equilibrium(module)
+    check_forward("lipschitz_bound", module, *_KNOWN)
     if isinstance(module, Equilibrium):
         return _equilibrium(module.cell)
     if isinstance(module, Readout):
@@ -132,8 +134,16 @@ def _bound(module: nn.Module) -> LipschitzBound:
     return LipschitzBound(torch.tensor(_slope(module), dtype=torch.float64), "exact", "slope")
 
 
+_SLOPE_1: Final = (nn.ReLU, nn.ReLU6, nn.Tanh, nn.Hardtanh, nn.Softsign, nn.Softshrink, nn.Identity, nn.Flatten, nn.Unflatten)
+_POOLING: Final = (nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d)
+_DROPOUT: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_LAYERS: Final = (nn.Linear, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.LeakyReLU, nn.ELU, nn.Sigmoid)
+_KNOWN: Final = (Equilibrium, Readout, nn.Sequential, Checked, *_LAYERS, *_SLOPE_1, *_POOLING, *_DROPOUT)
+
+
 def _modules(model: nn.Sequential) -> Iterator[nn.Module]:
     """The modules of a network, of which a Cell is none: it has no output of its own."""
+    check_forward("lipschitz_bound", model, *_KNOWN)
     for i, module in enumerate(model):
         if isinstance(module, Cell):
             raise TypeError(f"Module {i} of the nn.Sequential is a Cell, {type(module).__name__}: wrap it in Equilibrium.")
@@ -156,15 +166,13 @@ def _of_norm(norm: Norm, method: str) -> LipschitzBound:
 
 def _slope(module: nn.Module) -> float:
     """The Lipschitz constant of an activation, of pooling, or of a module that only rearranges."""
-    if isinstance(
-        module, (nn.ReLU, nn.ReLU6, nn.Tanh, nn.Hardtanh, nn.Softsign, nn.Softshrink, nn.Identity, nn.Flatten, nn.Unflatten)
-    ):
+    if isinstance(module, _SLOPE_1):
         return 1.0
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, _DROPOUT):
         if module.training and module.p > 0:
             raise TypeError(f"{type(module).__name__} redraws its mask, so that it has no Lipschitz constant: call eval() on it.")
         return 1.0
-    if isinstance(module, (nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d)):
+    if isinstance(module, _POOLING):
         return _pooling(module)
     if isinstance(module, nn.LeakyReLU):
         return max(1.0, abs(module.negative_slope))
@@ -220,7 +228,7 @@ def _equilibrium(cell: Cell) -> LipschitzBound:
         return _equilibrium(cell.cell).times(ratio(torch.ones_like(singular[0]), singular[-1] - ROUNDING * singular[0]))
     if isinstance(cell, (DeepOptEq, StackedOptEq, WideOptEq)):
         return _layers(cell)
-    if not isinstance(cell, (GaussianDEQ, ScaledReLU)) and not hasattr(cell, "injection"):
+    if injection_operator(cell) is None and not hasattr(cell, "injection"):
         raise TypeError(_unknown(cell))
     fn = cell.bind(_probe(cell)).to(torch.float64)
     if isinstance(fn, (OptEqMap, MultivariateMap)):
@@ -321,7 +329,22 @@ def _injection(cell: Cell) -> Norm:
         return measured(U, (cell.in_channels, *cell.size) if isinstance(cell, (MonotoneConv, MonotoneMultiTier)) else None)
     double = copy.deepcopy(cell).to("cpu", torch.float64)
     injection: Callable[[Tensor], Tensor] = double.injection  # type: ignore[assignment]
+    _check_affine(double, injection)
     return operator_norm(_Injection(double, injection), _probe(cell).shape[1:], method="lanczos")
+
+
+def _check_affine(cell: Cell, injection: Callable[[Tensor], Tensor]) -> None:
+    """Raise unless `bind` injects what `injection` says, and that is U x + b, for x of a known size."""
+    x = _probe(cell)
+    if x.ndim > 2 and getattr(cell, "size", None) is None:
+        raise TypeError(_unknown(cell))
+    x = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    low, middle, high = (injection(scale * x) for scale in (0.0, 1.0, 2.0))
+    found = getattr(cell.bind(x), "u", middle)
+    allowed = 1e-6 * torch.linalg.vector_norm(torch.stack([low, middle, high]))
+    for gap in (found - middle, high - 2 * middle + low):
+        if not torch.linalg.vector_norm(gap) <= allowed:
+            raise TypeError(_unknown(cell))
 
 
 @dataclass(frozen=True, eq=False)
@@ -409,6 +432,7 @@ def _before_head(model: nn.Module, x: Tensor) -> tuple[_Passage, nn.Linear | Rea
         z = model.solve(x).z
         error, evidence = error_bound(model.cell, x, z)
         return _Passage(z, error, _equilibrium(model.cell).times(1.0, evidence)), model
+    check_forward("certified_radius", model, *_KNOWN)
     last = model[-1] if isinstance(model, nn.Sequential) and len(model) else None
     if not isinstance(model, nn.Sequential) or not isinstance(last, nn.Linear):
         expected = "an nn.Sequential that ends in nn.Linear, or a Readout"

@@ -13,6 +13,7 @@ from opteq.equilibrium import Equilibrium
 from opteq.models import Readout
 from opteq.solution import Solution, Stop
 from opteq.solvers import Newton
+from opteq.theory.common import check_forward
 
 __all__ = ["Measurement", "check_data", "check_parameters", "measure", "parameters", "sigma_min", "tight_solution"]
 
@@ -125,6 +126,7 @@ def check_parameters(owner: str, model: nn.Module) -> None:
 def check_data(owner: str, readout: Readout, X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """X [N, d] and y [N] in float64, without NaN; a Readout in another dtype is refused, or rounding would be part of the claim."""
     check_instance(owner, "readout", readout, Readout, "a Readout")
+    check_forward(owner, readout, Readout)
     for name, parameter in readout.named_parameters():
         if parameter.dtype != torch.float64:
             expected = f"in float64 (call .double()) in '{name}': the theorems speak of exact arithmetic"
