@@ -21,11 +21,14 @@ from opteq.activations import Activation
 from opteq.cells import ConvOptEq, DeepOptEq, GaussianDEQ, Monotone, OptEq, ScaledReLU
 from opteq.equilibrium import Cell
 from opteq.models import Readout
+from opteq.models.separable import TwofoldOptEq
 from opteq.solvers import Picard
-from opteq.theory.certificates import Certificate, Condition, Guarantee, certified_init, certify, measure
+from opteq.theory import gradient_flow
+from opteq.theory.certificates import Certificate, Condition, Guarantee, Monitor, certified_init, certify, measure
 from opteq.theory.certificates.gaussian import GaussianTheorem
 from opteq.theory.certificates.initial import _growth as growth
 from opteq.theory.certificates.monotone import MonotoneTheorem
+from opteq.theory.certificates.run import descend as run_of
 from opteq.theory.certificates.scaled_relu import ScaledReLUTheorem
 from opteq.theory.certificates.search import best_radii
 from opteq.theory.certificates.start import Start, observe, upper_norm
@@ -783,6 +786,14 @@ def test_subclasses_and_shared_parameters_are_refused() -> None:
     for call in (certify, certified_init):
         with pytest.raises(TypeError, match=f"'readout' parameter of {call.__name__} must be .*no subclasses"):
             call(louder, X, y)
+    for owner, measured in {
+        "measure": lambda: measure(louder, X, y),
+        "Monitor": lambda: Monitor(louder, X, y),
+        "descend": lambda: run_of(louder, X, y, 0.1, 1),
+        "gradient_flow": lambda: gradient_flow(louder, X, y, [0.0]),
+    }.items():
+        with pytest.raises(TypeError, match=f"{owner} does not know what Louder computes: .* a forward of its own"):
+            measured()
     shared = make("monotone")
     shared.cell.B = shared.cell.A
     with pytest.raises(TypeError, match="parameters are not shared"):
@@ -1063,6 +1074,8 @@ def test_assumption_5_of_a_readout_a_cell_and_a_convolution() -> None:
     conv = certify(ConvOptEq(2, 3, 4), torch.randn(2, 2, 5, 5), torch.zeros(2))
     assert math.isnan(slack_of(conv, "sigma_min(W)").lhs)
     assert slack_of(conv, "||W||").evidence == "bound"
+    unknown = certify(TwofoldOptEq(2, 3, 4), torch.randn(2, 2, 5, 5), torch.zeros(2))
+    assert slack_of(unknown, "||W||").verdict == slack_of(unknown, "sigma_min(W)").verdict == "not evaluated"
 
 
 def test_assumption_5_refuses_radii_and_bad_data() -> None:

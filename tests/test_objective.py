@@ -1,6 +1,7 @@
 """The problem that each equilibrium solves, against cvxpy, scipy and random points."""
 
 import itertools
+import math
 import warnings
 
 import cvxpy as cp
@@ -23,6 +24,7 @@ from opteq.cells import (
     StackedOptEq,
     WideOptEq,
 )
+from opteq.models.separable import TwofoldOptEq
 from opteq.regularizers import L1, L2, Incay
 from opteq.theory import envelope, inclusion_residual, objective, recover_problem
 from problems import with_norm
@@ -377,6 +379,23 @@ def test_requirements_tell_whether_the_problem_is_convex():
     assert conv.convex
 
 
+def test_a_norm_without_a_formula_leaves_the_question_open():
+    layers = [TwofoldOptEq(3, 4, 5) for _ in range(2)]
+    problem = recover_problem(DeepOptEq(layers))
+    assert not problem.convex
+    assert [(r.lhs, r.evidence) for r in problem.requirements] == [(math.inf, "bound")] * 2
+    assert str(problem).endswith("L ||W_2||^2 <= mu_2: inf <= 1 (bound), not known")
+    too_rough = str(recover_problem(DeepOptEq([layer()], regularizer=L1())))
+    assert too_rough.endswith("gamma L_R <= 2: inf <= 2 (exact), FAILS")  # L_R is known to be infinite
+
+
+def test_a_deep_network_of_one_layer_states_the_problem_of_that_layer():
+    for cell in (layer(alpha=0.5), MultivariateOptEq(4, 6, 5)):
+        alone, deep = recover_problem(cell), recover_problem(DeepOptEq([cell]))
+        assert (deep.text, deep.latex) == (alone.text, alone.latex)
+        assert alone.text in recover_problem(DeepOptEq([cell], regularizer=L2())).text
+
+
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 def test_the_statement_names_its_parts(alpha):
     problem = recover_problem(layer(alpha=alpha, activation="relu"))
@@ -455,6 +474,13 @@ def test_mistakes_are_named():
         objective(Equilibrium(cell), x, torch.zeros(3, 6))
     with pytest.raises(ValueError, match=r"'y' parameter of envelope must be of shape \[batch, 6\]"):
         envelope(cell, x, torch.zeros(3, 5))
+    with pytest.raises(ValueError, match=r"'y' parameter of objective must be of 3 samples, as x is, or of one. Got \[2, 6\]"):
+        objective(cell, x, torch.zeros(2, 6))
+    assert objective(cell, x[:1], torch.zeros(2, 6)).shape == (2,)
+    for cells in ([layer(), layer()], [ConvOptEq(3, 2, 4), ConvOptEq(3, 2, 4)]):
+        for make in (DeepOptEq, StackedOptEq):
+            with pytest.raises(ValueError, match=r"'y' parameter of TwoLayers must be two pre-images, as preimage\(x, z\)"):
+                recover_problem(make(cells)).value(x, torch.zeros(3, 6))
 
 
 @pytest.mark.parametrize("make", [AffineOptEq, lambda cell: MultivariateOptEq(4, 6, 5, alpha=float(cell.alpha))])

@@ -96,6 +96,8 @@ def bound(owner: str, cell: Cell, x: Tensor, y: Tensor) -> Map:
     check_instance(owner, "cell", cell, Cell, "a cell, such as OptEq (of an Equilibrium, its .cell)")
     check_floating(owner, "y", y)
     check_shape(owner, "y", y, cell.initial(x[:1]).shape[1:])
+    if len(y) != len(x) and 1 not in (len(y), len(x)):
+        raise ValueError(invalid(owner, "y", f"of {len(x)} samples, as x is, or of one", list(y.shape)))
     return cell.bind(x).to(torch.promote_types(cell.promoted(x), y.dtype))
 
 

@@ -19,7 +19,8 @@ from opteq.cells.variants import AffineOptEq, MultivariateOptEq
 from opteq.cells.wide import WideOptEq
 from opteq.checks import invalid
 from opteq.equilibrium import Cell
-from opteq.spectral import Evidence, operator_norm
+from opteq.spectral import Evidence
+from opteq.theory.common import norm_by_formula
 from opteq.theory.formulas import TWO_LAYERS, WIDE, affine, inclusion, multivariate, one_layer, regularized
 from opteq.theory.objective import Term, inclusion_residual, term
 
@@ -41,7 +42,7 @@ class Requirement:
     name: str
     lhs: float
     rhs: float
-    evidence: Evidence  # of lhs
+    evidence: Evidence  # of lhs; a bound that is infinite says nothing
     purpose: Literal["convexity", "convergence"] = "convexity"
 
     @property
@@ -50,7 +51,9 @@ class Requirement:
         return self.lhs <= self.rhs
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.lhs:.4g} <= {self.rhs:.4g} ({self.evidence}), {'holds' if self.holds else 'FAILS'}"
+        known = self.evidence == "exact" or self.lhs < math.inf
+        verdict = "holds" if self.holds else "FAILS" if known else "not known"
+        return f"{self.name}: {self.lhs:.4g} <= {self.rhs:.4g} ({self.evidence}), {verdict}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +175,8 @@ class TwoLayers(Problem):
         return (z[:, -1], z[:, 0]) if isinstance(self.cell, StackedOptEq) else (z, self.terms(x)[0].point(z))
 
     def point(self, x: Tensor, *y: Tensor) -> Blocks:
+        if len(y) != 2:
+            raise ValueError(invalid(self, "y", "two pre-images, as preimage(x, z) gives them", f"{len(y)}"))
         return tuple(part.point(at) for part, at in zip(self.terms(x), y, strict=True))
 
     def value(self, x: Tensor, *y: Tensor) -> Tensor:
@@ -229,11 +234,14 @@ def recover_problem(cell: Cell) -> Problem:
         return OneLayer(cell, *WIDE, _requirements(*cell.layers))
     if isinstance(cell, AffineOptEq):
         return OneLayer(cell, *affine(cell.cell), _requirements(cell.cell))
-    if isinstance(cell, MultivariateOptEq):
-        return OneLayer(cell, *multivariate(cell), _requirements(cell))
     if isinstance(cell, OptEqCell):
-        return OneLayer(cell, *one_layer(cell), _requirements(cell))
+        return OneLayer(cell, *_stated(cell), _requirements(cell))
     raise TypeError(invalid("recover_problem", "cell", "a cell of the OptEq family", type(cell).__name__))
+
+
+def _stated(cell: OptEqCell) -> tuple[str, str]:
+    """The problem of one layer, as text and LaTeX."""
+    return multivariate(cell) if isinstance(cell, MultivariateOptEq) else one_layer(cell)
 
 
 def _recover_deep(cell: DeepOptEq | StackedOptEq) -> Problem:
@@ -242,7 +250,7 @@ def _recover_deep(cell: DeepOptEq | StackedOptEq) -> Problem:
     if step is not None:
         requirements = (*requirements, *_step_requirements(step))
     if layers == 1 and isinstance(cell, DeepOptEq):
-        text, latex = one_layer(cell.layers[0])
+        text, latex = _stated(cell.layers[0])
         if step is None:
             return OneLayer(cell, text, latex, requirements)
         return Regularized(cell, *regularized(text, latex, step), requirements, step)
@@ -254,10 +262,9 @@ def _recover_deep(cell: DeepOptEq | StackedOptEq) -> Problem:
 def _requirements(*cells: OptEqCell) -> tuple[Requirement, ...]:
     found = []
     for i, cell in enumerate(cells, start=1):
-        measured = operator_norm(cell.operator())
-        index = f"_{i}" if len(cells) > 1 else ""
-        lhs = cell.activation.lipschitz * float(measured) ** 2
-        found.append(Requirement(f"L ||W{index}||^2 <= mu{index}", lhs, cell.mu, measured.evidence))
+        size, index = norm_by_formula(cell.operator()), f"_{i}" if len(cells) > 1 else ""
+        lhs = math.inf if size is None else cell.activation.lipschitz * float(size) ** 2
+        found.append(Requirement(f"L ||W{index}||^2 <= mu{index}", lhs, cell.mu, "bound" if size is None else size.evidence))
     return tuple(found)
 
 

@@ -9,9 +9,10 @@ from opteq.cells.optimization import OptEqCell
 from opteq.checks import all_finite, check_floating, invalid
 from opteq.models import Readout
 from opteq.operators import Dense
-from opteq.spectral import operator_norm
+from opteq.spectral import Evidence
 from opteq.theory.certificates.conditions import Certificate, Condition
 from opteq.theory.certificates.measure import check_parameters
+from opteq.theory.common import norm_by_formula
 
 __all__ = ["check_assumption", "find_layers"]
 
@@ -33,7 +34,7 @@ def check_assumption(model: nn.Module, X: Tensor, y: Tensor) -> Certificate:
     """Assumption 5: ||W_l|| <= 3/4, sigma_min(W_l) > 1/4 for each layer, a readout that is not 0, inf sigma' > 0. No guarantee.
 
     The bounds B_Ub, B_x and B_L of the assumption are free constants, which any parameters satisfy. For layers that are no matrices
-    the smallest singular value is not known, and its condition is NaN.
+    the smallest singular value is not known, and its condition is NaN; so is that of a norm which has no formula.
     """
     for name, value in (("X", X), ("y", y)):
         check_floating("certify", name, value)
@@ -55,13 +56,15 @@ def check_assumption(model: nn.Module, X: Tensor, y: Tensor) -> Certificate:
 
 def _layer_conditions(layer: OptEqCell, i: str) -> list[Condition]:
     operator, sigma = layer.operator(), layer.activation
-    norm = operator_norm(operator)
+    norm = norm_by_formula(operator)
+    size = math.nan if norm is None else float(norm)
+    evidence: Evidence = "bound" if norm is None else norm.evidence
     least = float(torch.linalg.svdvals(operator.W.detach().double())[-1]) if isinstance(operator, Dense) else math.nan
     small = f"Scale W{i} to a norm of at most 3/4."
     spread = f"Draw W{i} with singular values in (1/4, 3/4], e.g. half an orthogonal matrix."
     steep = f"Take a strongly monotone activation, such as leaky_relu: {sigma.name} is flat somewhere."
     return [
-        Condition(f"||W{i}||", f"3/4 >= ||W{i}||", 0.75, float(norm), norm.evidence, small),
+        Condition(f"||W{i}||", f"3/4 >= ||W{i}||", 0.75, size, evidence, small),
         Condition(f"sigma_min(W{i})", f"sigma_min(W{i}) >= 1/4 + sigma_m, sigma_m > 0", least, 0.25, remedy=spread, strict=True),
         Condition(f"slope{i}", "inf sigma' > 0", sigma.strong, 0.0, remedy=steep),
         Condition(f"1-Lipschitz{i}", "1 >= sup sigma'", 1.0, sigma.lipschitz, remedy="Divide the activation by its constant."),
