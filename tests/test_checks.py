@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from opteq import Stop
-from opteq.checks import check_finite, check_floating, check_instance, check_integer, check_number, check_shape, invalid, undone
+from opteq.checks import (
+    check_choice,
+    check_finite,
+    check_floating,
+    check_instance,
+    check_integer,
+    check_number,
+    check_shape,
+    invalid,
+    undone,
+)
 from opteq.linear import CG, GMRES, Neumann
 from opteq.solvers import Anderson, Broyden, Newton, Picard
 
@@ -148,6 +158,13 @@ def test_check_finite_names_the_first_bad_tensor() -> None:
             bad[place] = value
             with pytest.raises(ValueError, match=r"^The 'w' parameter of Picard must be finite\. Got NaN or infinity instead\.$"):
                 check_finite(Picard(), [*sound, ("w", bad), ("later", bad)])
+
+
+def test_a_choice_is_one_of_several():
+    check_choice("f", "kind", "a", ("a", "b"))
+    for value in ("c", None, 1, ["a"]):
+        with pytest.raises(ValueError, match=r"^The 'kind' parameter of f must be one of 'a', 'b'\. Got .+ instead\.$"):
+            check_choice("f", "kind", value, ("a", "b"))
 
 
 @pytest.mark.parametrize("interrupts", [0, 1])

@@ -233,6 +233,8 @@ def test_the_three_modes_of_algorithm_1():
         set_mode(make_model(), "sam", 3)
     with pytest.raises(ValueError, match="the model has none"):
         set_mode(nn.Linear(2, 2), "implicit", 3)
+    with pytest.raises(ValueError, match="'mode' parameter of set_mode must be one of 'own', 'implicit', 'unrolled', 'sam'"):
+        set_mode(make_model(), "implict", 3)
 
 
 def test_warm_starts_begin_where_the_sample_ended_and_save_steps():
@@ -299,6 +301,19 @@ def test_options_that_look_at_equilibria_work_in_a_classifier_and_say_where_they
 
     with pytest.raises(ValueError, match="needs a model that calls its Equilibrium"):
         fit(Around(), data(), None, replace(SGD, **option), verbose=False)
+
+
+@pytest.mark.parametrize("option", [{"jacobian": 0.1}, {"warm_start": True}])
+def test_options_that_look_at_equilibria_see_an_input_that_is_given_by_name(option):
+    class ByName(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[2](self[1](x=self[0](x)))
+
+    plain = make_model()
+    named = ByName(*make_model())
+    for model in (plain, named):
+        fit(model, data(), None, replace(SGD, **option), verbose=False)
+    assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(named), strict=True))
 
 
 def test_the_jacobian_penalty_shrinks_the_jacobian():
@@ -463,6 +478,22 @@ def test_sizes_are_for_images_with_one_label():
         TrainConfig(sizes=(3,), warm_start=True)
     with pytest.raises(ValueError, match="'sizes' parameter of TrainConfig must be an integer >= 1"):
         TrainConfig(sizes=(3, 0))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "settings", "words"),
+    [
+        (torch.rand(20, 36), torch.zeros(20).long(), {"crop": 2}, "'crop' parameter of fit must be 0 for data that are not images"),
+        (torch.rand(20, 36), torch.zeros(20).long(), {"flip": True}, "'flip' parameter of fit must be False for data that are not"),
+        (torch.rand(20, 2, 6, 6), torch.zeros(20, 2, 6, 6), {"flip": True}, "'flip' parameter of fit must be False"),
+        (torch.rand(20, 2, 6, 6), torch.zeros(20, 6, 6).long(), {"crop": 1}, "'ignore' parameter of fit must be given"),
+    ],
+)
+def test_an_augmentation_that_the_data_do_not_allow_is_refused_before_there_is_a_folder(x, y, settings, words, tmp_path):
+    model = nn.Conv2d(2, 2, 1) if x.ndim > 2 else nn.Linear(36, 2)
+    with pytest.raises(ValueError, match=words):
+        fit(model, (x, y), None, replace(SGD, **settings), folder=tmp_path / "run", verbose=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------- scores
@@ -944,6 +975,54 @@ def test_bad_calls_are_refused():
         fit(make_model(), data(), None, replace(SGD, patience=2), verbose=False)
     with pytest.raises(ValueError, match="'folder' parameter of fit must be given, to resume"):
         fit(make_model(), data(), None, SGD, resume=True, verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("model", torch.relu, "a torch.nn.Module"),
+        ("config", {"lr": 0.1}, "a TrainConfig"),
+        ("loss", "mse", "a function of"),
+        ("about", ["digits"], "a dict"),
+        ("callbacks", print, "a list of Callbacks"),
+        ("callbacks", [3], "a list of Callbacks"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(name, value, words):
+    with pytest.raises(TypeError, match=f"'{name}' parameter of fit must be {words}"):
+        fit(**{"model": make_model(), "train": data(), "config": SGD, "verbose": False, name: value})
+
+
+@pytest.mark.parametrize("name", ["train", "fingerprint"])
+def test_what_is_said_about_a_run_leaves_its_own_configuration_alone(name, tmp_path):
+    with pytest.raises(ValueError, match=f"'about' parameter of fit must be without.*{name}"):
+        fit(make_model(), data(), None, SGD, folder=tmp_path / "run", about={name: "mine"}, verbose=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_is_one_number():
+    def of_each(output: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(output, y, reduction="none")
+
+    for loss, got in ((of_each, r"\[10\]"), (lambda output, y: None, "NoneType"), (lambda output, y: 1.0, "float")):
+        with pytest.raises(TypeError, match=rf"'loss' parameter of fit must be .* one number.* Got '?{got}'? instead"):
+            fit(make_model(), data(), None, SGD, loss=loss, verbose=False)
+
+
+def test_label_smoothing_without_cross_entropy_is_refused():
+    x, y = data()
+    for samples, loss in (((x, torch.zeros(30, 2)), None), ((x, y), cross_entropy)):
+        with pytest.raises(ValueError, match="'label_smoothing' parameter of fit must be 0 where the loss is no cross entropy"):
+            fit(make_model(), samples, None, replace(SGD, label_smoothing=0.1), loss=loss, verbose=False)
+
+
+def test_scores_are_of_as_many_targets_as_samples():
+    model, (x, y) = make_model(), data()
+    for samples, targets in ((x, y[:5]), (x[:5], y)):
+        with pytest.raises(ValueError, match=f"'y' parameter of evaluate must be {len(samples)} targets, one for each sample"):
+            evaluate(model, samples, targets)
+    with pytest.raises(ValueError, match="'batch_size' parameter of evaluate must be an integer >= 1"):
+        evaluate(model, x, y, batch_size=0)
 
 
 @pytest.mark.parametrize(

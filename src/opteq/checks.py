@@ -1,7 +1,7 @@
 """Argument checks with one wording: "The 'x' parameter of C must be .... Got ... instead."; and blocks that are undone for sure."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -54,6 +54,12 @@ def check_number(
     excluded = (open_low and value == low) or (open_high and value == high)
     if not math.isfinite(value) or value < low or value > high or excluded:
         raise ValueError(invalid(owner, name, expected, value))
+
+
+def check_choice(owner: object, name: str, value: object, choices: Collection[object]) -> None:
+    """Raise ValueError unless `value` is one of the choices."""
+    if value not in choices:
+        raise ValueError(invalid(owner, name, f"one of {', '.join(map(repr, choices))}", value))
 
 
 def check_instance(owner: object, name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 
-from opteq.checks import check_instance, check_integer, check_number, invalid
+from opteq.checks import check_choice, check_instance, check_integer, check_number, invalid
 from opteq.estimators.network import Architecture
 from opteq.training.config import Optimizer
 
@@ -60,8 +60,7 @@ def plain(value: Any) -> Any:
 
 def _check(owner: str, given: dict[str, Any]) -> None:
     for name, choices in _CHOICES.items():
-        if given[name] not in choices:
-            raise ValueError(invalid(owner, name, f"one of {', '.join(map(repr, choices))}", given[name]))
+        check_choice(owner, name, given[name], choices)
     for name in ("width", "hidden", "layers", "max_iter", "batch_size", "n_iter_no_change"):
         check_integer(owner, name, given[name], 1)
     for name in ("constrained", "standardize", "early_stopping"):

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from opteq.checks import invalid
 from opteq.data import Augment, resize
 from opteq.training.config import TrainConfig, image_side
 from opteq.training.objective import Batches
@@ -93,6 +94,22 @@ class Loader:
         """End the thread."""
         if self.ahead is not None:
             self.ahead.shutdown(cancel_futures=True)
+
+
+def check_images(x: Batches, y: Tensor, config: TrainConfig, ignore: int | None) -> None:
+    """Raise unless what a configuration does to images can be done to these samples and their targets."""
+    if not (config.sizes or config.crop or config.flip):
+        return
+    size = x[torch.arange(1)].shape[2:]
+    images = len(size) == 2
+    if config.sizes and not (images and y.ndim == 1):
+        raise ValueError(invalid("fit", "sizes", "() for data that are not images with one label each", config.sizes))
+    for name, off in (("crop", 0), ("flip", False)):
+        given = getattr(config, name)
+        if given and not (images and (y.ndim < 3 or y.shape[1:] == size)):
+            raise ValueError(invalid("fit", name, f"{off} for data that are not images with labels or label maps", given))
+    if config.crop and y.ndim > 2 and ignore is None:
+        raise ValueError(invalid("fit", "ignore", "given, to label the pixels that crop moves in", None))
 
 
 def shrunk(x: Tensor, side: int | None) -> Tensor:

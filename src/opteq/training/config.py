@@ -2,23 +2,21 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-from opteq.checks import check_instance, check_integer, check_number, invalid
+from opteq.checks import check_choice, check_instance, check_integer, check_number, invalid
 
 Optimizer: TypeAlias = Literal["sgd", "adam", "adamw", "muon"]
 Schedule: TypeAlias = Literal["constant", "step", "cosine", "onecycle", "poly"]
 Mode: TypeAlias = Literal["own", "implicit", "unrolled", "sam"]
 Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
+OnDivergence: TypeAlias = Literal["stop", "rollback"]
+NormsRule: TypeAlias = Literal["off", "warn", "stop"]
 
 _CHOICES = {
-    "optimizer": ("sgd", "adam", "adamw", "muon"),
-    "schedule": ("constant", "step", "cosine", "onecycle", "poly"),
-    "mode": ("own", "implicit", "unrolled", "sam"),
-    "precision": ("float32", "bfloat16", "float16"),
-    "on_divergence": ("stop", "rollback"),
-    "norms": ("off", "warn", "stop"),
-}
+    "optimizer": Optimizer, "schedule": Schedule, "mode": Mode, "precision": Precision, "on_divergence": OnDivergence,
+    "norms": NormsRule,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,10 @@ class TrainConfig:
     """Of the order of samples, the augmentation and what the model draws."""
     least_converged: float = 0.5
     """The share of converged samples below which a step counts as gone wrong; 0 turns it off."""
-    norms: Literal["off", "warn", "stop"] = "warn"
+    norms: NormsRule = "warn"
     """What to do when a weight leaves the region where its equilibrium is sure to exist (||W||^2 L > mu)."""
 
-    on_divergence: Literal["stop", "rollback"] = "stop"
+    on_divergence: OnDivergence = "stop"
     """stop, or go back to the last good checkpoint with a smaller step."""
     rollbacks: int = 5
     """At most so many."""
@@ -112,8 +110,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(invalid(self, name, f"one of {', '.join(map(repr, choices))}", getattr(self, name)))
+            check_choice(self, name, getattr(self, name), get_args(choices))
         for name in ("epochs", "batch_size", "unroll", "keep", "log_every"):
             check_integer(self, name, getattr(self, name), 1)
         for name in ("patience", "checkpoint_every"):

@@ -18,6 +18,12 @@ def equilibria(model: nn.Module) -> list[Equilibrium]:
     return [part for part in model.modules() if isinstance(part, Equilibrium)]
 
 
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The x of layer(x), or of layer(x=x)."""
+    x: Tensor = args[0] if args else kwargs["x"]
+    return x
+
+
 def _remove(hooks: Iterable[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
@@ -40,7 +46,8 @@ class WarmStart:
         def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if self.states is None:
                 return args, kwargs
-            return args[:1], {"z0": self.states[rows].to(args[0].device)}
+            x = _input(args, kwargs)
+            return (x,), {"z0": self.states[rows].to(x.device)}
 
         def after(layer: nn.Module, args: tuple[Any, ...], z: Tensor) -> None:
             if self.states is None:
@@ -74,11 +81,11 @@ class JacobianPenalty:
         """Inside, the input and the equilibrium of each layer are noted."""
         self.seen = []
 
-        def note(layer: nn.Module, args: tuple[Any, ...], z: Tensor) -> None:
+        def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor) -> None:
             assert isinstance(layer, Equilibrium)
-            self.seen.append((layer, args[0], z.detach()))
+            self.seen.append((layer, _input(args, kwargs), z.detach()))
 
-        hooks = [layer.register_forward_hook(note) for layer in self.layers]
+        hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in self.layers]
         with undone(partial(_remove, hooks)):
             yield
 

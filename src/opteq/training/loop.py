@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opteq.checks import invalid
+from opteq.checks import check_instance, invalid
 from opteq.equilibrium import ConvergenceWarning
 from opteq.models import count_parameters
 from opteq.runs import Checkpoint, Run, RunError
 from opteq.solution import ConvergenceError
-from opteq.training.batches import Loader, Plan
+from opteq.training.batches import Loader, Plan, check_images
 from opteq.training.callbacks import AfterStep, Callback
 from opteq.training.config import OPERATIONAL, TrainConfig, step_size
 from opteq.training.display import display
@@ -114,7 +114,9 @@ def fit(
         >>> result.scores["train_accuracy"] > 0.9, model[0].solve(x).status.name
         (True, 'CONVERGED')
     """
-    training = Training(model, train, valid, TrainConfig() if config is None else config, loss, ignore)
+    config, about = TrainConfig() if config is None else config, {} if about is None else about
+    _check(model, config, loss, about, callbacks)
+    training = Training(model, train, valid, config, loss, ignore)
     folder = None if folder is None else Path(folder)
     if resume and folder is None:
         raise ValueError(invalid("fit", "folder", "given, to resume the run in it", None))
@@ -124,8 +126,24 @@ def fit(
         warnings.simplefilter("ignore", ConvergenceWarning)  # the share of converged samples is a metric, and guarded
         training.callbacks = [*told, *([display()] if verbose and training.world.first else [])]
         stack.callback(training.close)
-        training.open(folder, resume, dict(about or {}))
+        training.open(folder, resume, dict(about))
         return training.run()
+
+
+def _check(model: Any, config: Any, loss: Any, about: Any, callbacks: Any) -> None:
+    """Raise if an argument of `fit` is of a type that it cannot be."""
+    check_instance("fit", "model", model, nn.Module, "a torch.nn.Module")
+    check_instance("fit", "config", config, TrainConfig, "a TrainConfig")
+    if loss is not None and not callable(loss):
+        raise TypeError(invalid("fit", "loss", "a function of (output, y)", loss))
+    check_instance("fit", "about", about, Mapping, "a dict")
+    if own := sorted({"train", "fingerprint"} & about.keys()):
+        raise ValueError(invalid("fit", "about", "without 'train' and 'fingerprint', which fit writes itself", own))
+    expected = "a list of Callbacks and of functions of the number of steps made"
+    check_instance("fit", "callbacks", callbacks, Sequence, expected)
+    for callback in callbacks:
+        if not isinstance(callback, Callback) and not callable(callback):
+            raise TypeError(invalid("fit", "callbacks", expected, callback))
 
 
 class Training:
@@ -141,8 +159,9 @@ class Training:
         self.train, self.valid = self._checked("train", train), None if valid is None else self._checked("valid", valid)
         if config.patience is not None and valid is None:
             raise ValueError(invalid("fit", "valid", "given, for patience to look at", None))
-        if config.sizes and (self.train[0][:1].ndim != 4 or self.train[1].ndim > 1):
-            raise ValueError(invalid("fit", "sizes", "() for data that are not images with one label each", config.sizes))
+        check_images(*self.train, config, ignore)
+        if config.label_smoothing and (loss is not None or self.train[1].is_floating_point()):
+            raise ValueError(invalid("fit", "label_smoothing", "0 where the loss is no cross entropy", config.label_smoothing))
         if config.warm_start:
             self.learner.start_warm(len(self.train[1]))
         self.plan = Plan(len(self.train[1]), config.batch_size, config.seed, config.drop_last)

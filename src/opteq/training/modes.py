@@ -1,8 +1,11 @@
 """Algorithm 1's three ways of training an equilibrium: by implicit differentiation, by raw unrolling, by unrolling SAM."""
 
+from typing import get_args
+
 from torch import nn
 
 from opteq.cells import DeepOptEq
+from opteq.checks import check_choice
 from opteq.equilibrium import Equilibrium
 from opteq.gradients import Implicit, Unrolled
 from opteq.solvers import SAM
@@ -24,6 +27,7 @@ def set_mode(model: nn.Module, mode: Mode, steps: int) -> None:
         >>> model.equilibrium.gradient
         Unrolled(steps=20)
     """
+    check_choice("set_mode", "mode", mode, get_args(Mode))
     if mode == "own":
         return
     layers = [part for part in model.modules() if isinstance(part, Equilibrium)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from opteq.checks import all_finite, invalid, undone
+from opteq.checks import all_finite, check_integer, invalid, undone
 from opteq.equilibrium import observe
 from opteq.training.processes import World
 from opteq.training.watch import Health, Watch
@@ -41,7 +41,7 @@ class Objective:
     def __call__(self, output: Tensor, y: Tensor) -> tuple[Tensor, float]:
         """The mean loss and the number of its terms."""
         if self.own is not None:
-            return self.own(output, y), float(y.shape[0])
+            return _single(self.own(output, y)), float(y.shape[0])
         if y.is_floating_point():
             return (output - y.to(output.dtype)).square().mean(), float(y.numel())
         skip = -100 if self.ignore is None else self.ignore
@@ -60,6 +60,14 @@ class Objective:
         if output.ndim != y.ndim + 1 or output.shape[2:] != y.shape[1:]:
             expected = f"one whose output is [batch, classes{''.join(f', {n}' for n in y.shape[1:])}], for labels {_shape(y)}"
             raise ValueError(invalid("fit", "model", expected, _shape(output)))
+
+
+def _single(loss: object) -> Tensor:
+    """The value of a loss of one's own, if it is one number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(invalid("fit", "loss", "a function whose value is a tensor of one number, the mean over the samples", got))
+    return loss
 
 
 def _shape(tensor: Tensor) -> str:
@@ -185,6 +193,9 @@ def evaluate(
         >>> round(scores["accuracy"], 4)
         0.6667
     """
+    check_integer("evaluate", "batch_size", batch_size, 1)
+    if len(x) != len(y):
+        raise ValueError(invalid("evaluate", "y", f"{len(x)} targets, one for each sample", len(y)))
     objective = Objective() if objective is None else objective
     like = next(model.parameters(), torch.empty(0))
     world = World(device=like.device) if world is None else world
