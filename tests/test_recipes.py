@@ -376,6 +376,13 @@ def test_images_that_are_read_when_needed_stay_so_unless_what_is_left_fits_in_me
         assert torch.equal(part.y, expected.y)
 
 
+@pytest.mark.parametrize("settings", [{"solver": "pikard"}, {"gradient": "implict"}])
+def test_a_misspelt_way_to_solve_is_refused(settings):
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"The '{name}' parameter of Solve must be one of"):
+        Solve(**settings)
+
+
 def test_the_theory_is_about_one_label_a_sample(root):
     with pytest.raises(ValueError, match="'theory' parameter of Data must be 'off' for camvid"):
         Data("camvid", root=root, theory="unit").load()
@@ -393,11 +400,20 @@ def test_the_data_of_the_theory_has_one_norm_and_two_targets():
     rooted = Data(theory="sqrt_d", limit=4, test_limit=2, size=4).load()
     assert rooted.train.x.shape == (4, 16)
     assert torch.linalg.vector_norm(rooted.train.x, dim=1).sub(4).abs().max() < 1e-12
+    assert len(Data("sphere", theory="unit", limit=7).load().train) == 7
     sphere = Data("sphere", theory="unit").load()
     assert sphere.train.x.shape == (1000, 1000)
 
 
-@pytest.mark.parametrize(("settings", "words"), [({"classes": (1, 2, 3)}, "two labels"), ({"size": (4, 4)}, "one number")])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"classes": (1, 2, 3)}, "two labels"),
+        ({"size": (4, 4)}, "one number"),
+        ({"limit": 7}, "'limit' parameter of Data must be even"),
+        ({"test_limit": 7}, "'test_limit' parameter of Data must be even"),
+    ],
+)
 def test_the_data_of_the_theory_is_of_two_classes_and_square(settings, words):
     with pytest.raises(ValueError, match=words):
         Data(theory="unit", **settings).load()

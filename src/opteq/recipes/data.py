@@ -68,6 +68,9 @@ class Data:
         if isinstance(self.size, tuple):
             raise ValueError(invalid(self, "size", "one number with `theory`", self.size))
         pair, kept = (classes[0], classes[1]), bool(given.classes)
+        for name in ("limit", "test_limit") if kept else ():
+            if (count := getattr(self, name)) is not None and count % 2:
+                raise ValueError(invalid(self, name, "even with `theory`: half of the samples are of each class", count))
         train = _all_of(given.train.y, pair, kept) if self.limit is None else self.limit
         test = _all_of(given.test.y, pair, kept) if self.test_limit is None else self.test_limit
         assert self.theory != "off"

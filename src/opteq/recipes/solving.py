@@ -1,8 +1,9 @@
 """How an equilibrium is solved and differentiated, as settings."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
+from opteq.checks import check_choice
 from opteq.equilibrium import Cell, Equilibrium
 from opteq.gradients import Gradient, Implicit, JacobianFree, Phantom, Unrolled
 from opteq.solution import Stop
@@ -43,6 +44,10 @@ class Solve:
     """implicit: exact; the others are approximations, or a fixed depth. `--train.mode` may replace it."""
     steps: int = 5
     """Of unrolled and phantom gradients."""
+
+    def __post_init__(self) -> None:
+        check_choice(self, "solver", self.solver, get_args(SolverName))
+        check_choice(self, "gradient", self.gradient, get_args(GradientName))
 
     def method(self) -> Solver | None:
         """The solver; None: the library chooses."""
