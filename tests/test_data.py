@@ -6,6 +6,7 @@ import math
 import pickle
 import struct
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import URLError
 
@@ -708,6 +709,21 @@ def test_a_size_must_make_sense(name, size, error, message):
 
 
 @pytest.mark.parametrize(
+    ("paths", "size", "error", "words"),
+    [
+        ("a.png", (2, 2), TypeError, "'paths' parameter of Images must be a list of paths. Got 'a.png'"),
+        (Path("a.png"), (2, 2), TypeError, "'paths' parameter of Images must be a list of paths"),
+        (["a.png"], 2, TypeError, r"'size' parameter of Images must be a tuple \(height, width\). Got 2"),
+        (["a.png"], (2, 0), ValueError, "'size' parameter of Images must be an integer >= 1. Got 0"),
+        (["a.png"], (2, 2, 2), ValueError, r"'size' parameter of Images must be a number or \(height, width\)"),
+    ],
+)
+def test_images_are_a_list_of_files_and_two_sides(paths, size, error, words):
+    with pytest.raises(error, match=words):
+        Images(paths, size)
+
+
+@pytest.mark.parametrize(
     ("name", "module", "package"), [("digits", "sklearn.datasets", "scikit-learn"), ("imagenet", "PIL.Image", "Pillow")]
 )
 def test_a_missing_dependency_says_how_to_install_it(tmp_path, monkeypatch, name, module, package):
@@ -905,6 +921,9 @@ def test_resize_is_that_of_pillow():
         resize(torch.zeros(3, 3), 2)
     with pytest.raises(ValueError, match="'size' parameter of resize must be an integer >= 1"):
         resize(ours, 0)
+    for size in ((4,), (4, 4, 4)):
+        with pytest.raises(ValueError, match=r"'size' parameter of resize must be a number or \(height, width\)"):
+            resize(ours, size)
 
 
 def test_norms_are_one_or_sqrt_d():

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from opteq.checks import check_instance, check_integer, invalid
+from opteq.checks import check_instance, invalid
 from opteq.data import arrays, folders, made, openml, segmentation
 from opteq.data.files import Layout, locate, root_folder
+from opteq.data.images import height_width
 from opteq.data.prepare import resize
 from opteq.data.splits import Dataset, Split
 
@@ -196,12 +197,7 @@ def _size(name: str, source: _Source, size: int | _Size | None) -> _Size | None:
         return source.size
     if " x " not in source.shape:
         raise ValueError(invalid("load", "size", f"left out for {name}, whose samples are no images", size))
-    pair = size if isinstance(size, tuple) else (size, size)
-    for side in pair:
-        check_integer("load", "size", side, 1)
-    if len(pair) != 2:
-        raise ValueError(invalid("load", "size", "a number or (height, width)", size))
-    return pair
+    return height_width("load", size)
 
 
 def _resized(dataset: Dataset, size: _Size | None) -> Dataset:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opteq.checks import invalid
+from opteq.checks import check_instance, check_integer, invalid
 from opteq.data.files import optional
 
-__all__ = ["IN_MEMORY", "Images", "decode", "held", "image_files", "image_size", "in_chunks", "opened"]
+__all__ = ["IN_MEMORY", "Images", "decode", "height_width", "held", "image_files", "image_size", "in_chunks", "opened"]
 
 IN_MEMORY = 2 * 2**30
 """Folders whose images take more bytes than this, as float32 and all parts together, stay lazy."""
@@ -43,6 +43,12 @@ class Images:
     size: tuple[int, int]
     dtype = torch.float32
 
+    def __post_init__(self) -> None:
+        if isinstance(self.paths, (str, bytes, os.PathLike)):
+            raise TypeError(invalid(self, "paths", "a list of paths", self.paths))
+        check_instance(self, "size", self.size, tuple, "a tuple (height, width)")
+        height_width(self, self.size)
+
     @property
     def shape(self) -> torch.Size:
         """[n, 3, height, width]."""
@@ -69,6 +75,16 @@ class Images:
         if chosen.ndim != 1:
             raise ValueError(invalid(self, "rows", "a slice, or indices or a mask of one dimension", list(chosen.shape)))
         return Images([self.paths[row] for row in chosen.tolist()], self.size)
+
+
+def height_width(owner: object, size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) of a `size` parameter, which may be a number for both."""
+    pair = size if isinstance(size, tuple) else (size, size)
+    for side in pair:
+        check_integer(owner, "size", side, 1)
+    if len(pair) != 2:
+        raise ValueError(invalid(owner, "size", "a number or (height, width)", size))
+    return pair
 
 
 def in_chunks(work: Callable[[int, int], None], count: int) -> None:

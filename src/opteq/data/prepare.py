@@ -9,6 +9,7 @@ from torch.nn.functional import interpolate
 
 from opteq.batch import norm as sample_norms
 from opteq.checks import check_floating, check_instance, check_integer, invalid
+from opteq.data.images import height_width
 from opteq.data.splits import Dataset, Split
 
 __all__ = ["flat", "grey", "norm_sqrt_d", "resize", "theory_split", "two_classes", "unit_norm"]
@@ -77,9 +78,7 @@ def resize(x: Tensor, size: int | tuple[int, int]) -> Tensor:
         torch.Size([2, 3, 4, 6])
     """
     _check_images("resize", x)
-    shape = size if isinstance(size, tuple) else (size, size)
-    for side in shape:
-        check_integer("resize", "size", side, 1)
+    shape = height_width("resize", size)
     if tuple(x.shape[2:]) == shape:
         return x
     return interpolate(x, shape, mode="bilinear", antialias=True, align_corners=False)
