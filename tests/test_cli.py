@@ -101,6 +101,7 @@ def test_the_examples_of_the_help_are_ones_that_the_parser_takes(monkeypatch, ca
 
 def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
     check_error(capsys, cli.main(["trian"]), 2, "no command 'trian'", "did you mean 'train'?")
+    check_error(capsys, cli.main(["--verison"]), 2, "no command '--verison'", "did you mean '--version'?")
     check_error(capsys, cli.main(["x"]), 2, "see opteq --help")
 
 
@@ -413,8 +414,19 @@ def test_the_folder_of_a_run_is_in_runs_whatever_the_data_are_called(name):
 def test_a_training_that_is_refused_leaves_no_folder(here, monkeypatch, capsys):
     check_error(capsys, cli.main(["train", "deep", "--data.name", "../evil", "--tensorboard"]), 2, "evil")
     check_error(capsys, cli.main(["train", "deep", *TINY, "--pool", "99", "--tensorboard"]), 2, "at least 99 x 99")
+    vectors = ["--data.theory", "unit", "--data.limit", "6", "--data.test-limit", "4"]
+    check_error(capsys, cli.main(["train", "dense", *vectors, "--train.crop", "2"]), 2, "'crop' parameter of fit must be 0")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     check_error(capsys, cli.main(["train", "deep", *TINY, "--tensorboard"]), 2, "pip install 'opteq[tensorboard]'")
+    assert list(here.iterdir()) == []
+
+
+def test_a_device_that_is_none_is_bad_input_and_no_fault_of_the_library(here, job, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")  # of a job
+    check_error(capsys, cli.main(["train", "deep", *TINY, "--train.device", "warp"]), 2, "'device'", "warp")
+    monkeypatch.delenv("RANK")
+    for device in ("warp", "cuda:7"):
+        check_error(capsys, cli.main(["train", "deep", *TINY, "--train.device", device]), 2, "a device of this machine", device)
     assert list(here.iterdir()) == []
 
 
@@ -612,6 +624,11 @@ def test_a_run_is_certified_on_its_own_data(here, capsys):
     text = capsys.readouterr().out
     assert "Theorem 3.3.5" in text
     assert " 8 " in text[text.index("width >= N") :].splitlines()[0]
+    for more, words in (
+        (["gaussian", "--run", "m"], "leave model out"),
+        (["--run", "m", "--data.limit", "4", "--seed", "3"], "leave data and seed out"),
+    ):
+        check_error(capsys, cli.main(["certify", *more]), 2, "--run takes the model and its data from the run folder", words)
     assert cli.main(["train", "deep", *TINY, "--train.epochs", "1", "--quiet", "--folder", "d"]) == 0
     assert cli.main(["certify", "--run", "d"]) == 1
     assert "Assumption 5" in capsys.readouterr().out

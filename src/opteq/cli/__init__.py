@@ -80,7 +80,7 @@ def dispatch(arguments: list[str]) -> int:
         print(f"opteq {__version__}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
+        near = difflib.get_close_matches(name, [*COMMANDS, "--help", "--version"], 1)
         raise ValueError(f"there is no command {name!r}: {f'did you mean {near[0]!r}?' if near else 'see opteq --help'}")
     module = import_module(f"opteq.cli.{name}")
     code: int = getattr(module, name)(rest)

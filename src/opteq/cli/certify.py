@@ -91,6 +91,7 @@ def certify(arguments: Sequence[str]) -> int:
 def _problem(options: Certify) -> tuple[nn.Module, Tensor, Tensor]:
     """The model with its X and y."""
     if options.run is not None:
+        _refuse_more(options)
         model, dataset = load_model(options.run)
     else:
         norm: Literal["sqrt_d", "unit"] = "sqrt_d" if isinstance(options.model, Gaussian) else "unit"
@@ -99,6 +100,13 @@ def _problem(options: Certify) -> tuple[nn.Module, Tensor, Tensor]:
         model = build(Recipe(data, options.model, TrainConfig(seed=options.seed)), dataset)
     X, y = dataset.train.x[:], dataset.train.y
     return (model.double(), X.double(), y.double()) if isinstance(model, Readout) else (model, X, y.to(X.dtype))
+
+
+def _refuse_more(options: Certify) -> None:
+    """Raise if something is asked of a run that it has already."""
+    usual = Certify()
+    if given := [name for name in ("model", "data", "seed") if getattr(options, name) != getattr(usual, name)]:
+        raise ValueError(f"--run takes the model and its data from the run folder: leave {' and '.join(given)} out.")
 
 
 def _print(out: Console, certificate: Certificate) -> None:

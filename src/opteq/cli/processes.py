@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from opteq.training import LostProcessError, World
+from opteq.training.parts import find_device
 
 __all__ = ["agree", "process_group"]
 
@@ -19,14 +20,15 @@ __all__ = ["agree", "process_group"]
 @contextmanager
 def process_group(device: str | None) -> Iterator[World]:
     """Join the other processes of the job, if there are any: by gloo on CPUs, by nccl on GPUs, one for each process."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield World(device=place)
+        yield World(device=find_device(device))
         return
-    if place.type == "cuda":
+    gpus = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    place = torch.device(device or "cuda") if gpus else find_device(device)
+    if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with _told_by_the_launcher():
-        distributed.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        distributed.init_process_group("nccl" if gpus else "gloo")
         try:
             yield World.here(place)
         finally:
