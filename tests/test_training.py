@@ -1009,11 +1009,13 @@ def test_a_loss_is_one_number():
             fit(make_model(), data(), None, SGD, loss=loss, verbose=False)
 
 
-def test_label_smoothing_without_cross_entropy_is_refused():
-    x, y = data()
-    for samples, loss in (((x, torch.zeros(30, 2)), None), ((x, y), cross_entropy)):
-        with pytest.raises(ValueError, match="'label_smoothing' parameter of fit must be 0 where the loss is no cross entropy"):
-            fit(make_model(), samples, None, replace(SGD, label_smoothing=0.1), loss=loss, verbose=False)
+def test_label_smoothing_is_for_classes():
+    with pytest.raises(ValueError, match="'label_smoothing' parameter of fit must be 0 for real targets"):
+        fit(make_model(), (data()[0], torch.zeros(30, 2)), None, replace(SGD, label_smoothing=0.1), verbose=False)
+    models = [make_model(), make_model()]
+    for model, smoothing in zip(models, (0.0, 0.1), strict=True):  # a loss of one's own is taken as it is
+        fit(model, data(), None, replace(SGD, label_smoothing=smoothing), loss=cross_entropy, verbose=False)
+    assert all(torch.equal(a, b) for a, b in zip(*map(weights, models), strict=True))
 
 
 def test_scores_are_of_as_many_targets_as_samples():

@@ -67,7 +67,7 @@ class TrainConfig:
     clip: float | None = None
     """Largest norm of the gradient."""
     label_smoothing: float = 0.0
-    """The share of the target that is spread over all classes."""
+    """The share of the target that cross entropy spreads over all classes; a loss of your own knows nothing of it."""
     ema: float | None = None
     """Decay of an exponential moving average of the weights, which is then validated and kept."""
     precision: Precision = "float32"

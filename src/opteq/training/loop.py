@@ -160,8 +160,8 @@ class Training:
         if config.patience is not None and valid is None:
             raise ValueError(invalid("fit", "valid", "given, for patience to look at", None))
         check_images(*self.train, config, ignore)
-        if config.label_smoothing and (loss is not None or self.train[1].is_floating_point()):
-            raise ValueError(invalid("fit", "label_smoothing", "0 where the loss is no cross entropy", config.label_smoothing))
+        if config.label_smoothing and loss is None and self.train[1].is_floating_point():
+            raise ValueError(invalid("fit", "label_smoothing", "0 for real targets, which have no classes", config.label_smoothing))
         if config.warm_start:
             self.learner.start_warm(len(self.train[1]))
         self.plan = Plan(len(self.train[1]), config.batch_size, config.seed, config.drop_last)
