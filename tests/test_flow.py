@@ -257,6 +257,13 @@ def test_bad_arguments_are_named() -> None:
         gradient_flow(readout.requires_grad_(False), X, y, [1.0])
 
 
+def test_data_that_require_gradients_are_constants() -> None:
+    readout, X, y = network("gaussian")
+    wanted = gradient_flow(readout, X, y, [0.0, 0.1], rtol=1e-3).losses
+    found = gradient_flow(readout, X.requires_grad_(), y.requires_grad_(), [0.0, 0.1], rtol=1e-3).losses
+    assert torch.equal(found, wanted)
+
+
 def test_too_few_gradients_say_how_far_it_came() -> None:
     readout, X, y = network("tanh")
     with pytest.raises(RuntimeError, match=r"near the time .* after max_evals = 30 gradients"):

@@ -614,6 +614,7 @@ def test_a_kernel_that_is_symmetric_to_half_its_digits_is_taken_as_its_symmetric
     skewed = K + 1e-10 * normal(4, 4)
     symmetric = (skewed + skewed.T) / 2
     assert least_eigenvalue(skewed) == pytest.approx(least_eigenvalue(symmetric), rel=1e-14)
+    assert least_eigenvalue(skewed.requires_grad_()) == least_eigenvalue(skewed.detach())  # without a warning
 
 
 def test_bad_arguments_of_the_regression_are_named() -> None:

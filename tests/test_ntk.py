@@ -427,11 +427,18 @@ class Centred(nn.Linear):
         return super().forward(torch.tanh(x - x.mean(dim=0)))
 
 
+class Running(nn.Linear):
+    """Each output is of the samples so far, so that the first sample depends on no other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)).cumsum(dim=0)
+
+
 def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-@pytest.mark.parametrize("make", [batch_norm, coupled_deep, lambda: Centred(D_IN, 1).double()])
+@pytest.mark.parametrize("make", [batch_norm, coupled_deep, lambda: Centred(D_IN, 1).double(), lambda: Running(D_IN, 1).double()])
 def test_coupled_samples_are_refused_unless_asked_for(make):
     torch.manual_seed(0)
     model, X = make(), randn(3, D_IN)

@@ -244,7 +244,7 @@ class _Network:
         check_integer("gradient_flow", "max_evals", max_evals, 1)
         self.start, self.model = copy.deepcopy(readout), copy.deepcopy(readout)
         self.parameters = trainable("gradient_flow", self.model)
-        self.X, self.y, self.max_evals, self.evals = X, y, max_evals, 0
+        self.X, self.y, self.max_evals, self.evals = X.detach(), y.detach(), max_evals, 0
         self.z: Tensor | None = None
         self.t, self.mark = 0.0, (0.0, 0)  # the last time, and the time and gradients from which progress is judged
         self.lost: list[ConvergenceError] = []  # what happened at points without an equilibrium

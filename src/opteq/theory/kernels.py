@@ -298,15 +298,7 @@ def kernel_regression(K: Tensor, y: Tensor, *, ridge: float = 0.0) -> KernelRegr
         >>> torch.allclose(fit.fitted, y), fit.leave_one_out.shape
         (True, torch.Size([6]))
     """
-    owner = "kernel_regression"
-    check_symmetric(owner, "K", K)
-    check_floating(owner, "y", y)
-    if y.ndim not in (1, 2) or len(y) != len(K) or y.device != K.device:
-        expected = f"of shape [{len(K)}] or [{len(K)}, k] on {K.device}"
-        raise ValueError(invalid(owner, "y", expected, f"{list(y.shape)} on {y.device}"))
-    if not all_finite(y):
-        raise ValueError(invalid(owner, "y", "finite", "NaN or infinity"))
-    check_number(owner, "ridge", ridge, 0.0)
+    _check_regression(K, y, ridge)
     dtype, tolerance = torch.promote_types(K.dtype, y.dtype), len(K) * torch.finfo(K.dtype).eps
     plain = _symmetric(K)
     unit = max(plain.abs().max().item(), ridge) or 1.0  # so that no K is too small or too large to be factorised
@@ -316,7 +308,8 @@ def kernel_regression(K: Tensor, y: Tensor, *, ridge: float = 0.0) -> KernelRegr
     found = _by_cholesky(A, targets, tolerance) or _by_eigenvalues(A, targets, tolerance)
     coefficients = (found.alpha / unit).reshape(y.shape).to(dtype)
     if not all_finite(coefficients):
-        raise ValueError(invalid(owner, "K", f"larger: the coefficients overflow {dtype}", f"a largest entry of {unit:.3g}"))
+        expected = f"larger: the coefficients overflow {dtype}"
+        raise ValueError(invalid("kernel_regression", "K", expected, f"a largest entry of {unit:.3g}"))
     result = KernelRegression(
         coefficients=coefficients,
         fitted=(plain @ found.alpha).reshape(y.shape).to(dtype),
@@ -330,6 +323,18 @@ def kernel_regression(K: Tensor, y: Tensor, *, ridge: float = 0.0) -> KernelRegr
     if result.singular:
         warnings.warn(result.explain(), RuntimeWarning, stacklevel=2)
     return result
+
+
+def _check_regression(K: Tensor, y: Tensor, ridge: float) -> None:
+    owner = "kernel_regression"
+    check_symmetric(owner, "K", K)
+    check_floating(owner, "y", y)
+    if y.ndim not in (1, 2) or len(y) != len(K) or y.device != K.device:
+        expected = f"of shape [{len(K)}] or [{len(K)}, k] on {K.device}"
+        raise ValueError(invalid(owner, "y", expected, f"{list(y.shape)} on {y.device}"))
+    if not all_finite(y):
+        raise ValueError(invalid(owner, "y", "finite", "NaN or infinity"))
+    check_number(owner, "ridge", ridge, 0.0)
 
 
 class _Fit(NamedTuple):

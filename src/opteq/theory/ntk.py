@@ -293,14 +293,14 @@ _COUPLED = "(a) call eval() on the model, or (b) take samples='coupled' for the 
 
 
 def _probe(net: _Network, X: Tensor, samples: Samples) -> Tensor:
-    """An output of the model, after a look whether dy_1/dx_2 = 0 (exactly, where samples are treated alone)."""
+    """An output of the model, after a look whether dy_1/dx_2 = dy_2/dx_1 = 0 (exactly, where samples are treated alone)."""
     x = (X[:2] if len(X) else X.new_zeros(2, *X.shape[1:])).detach().clone().requires_grad_()
     y = net(net.parameters, x.clone())
     if not y.requires_grad:
         raise ValueError(invalid(_OWNER, "model", "differentiable", "an output that is a constant for autograd"))
-    if samples == "independent" and len(x) == 2:
-        g = torch.autograd.grad(y[0].sum(), x, allow_unused=True, materialize_grads=True)[0]
-        if g[1].any():
+    for own, other in ((0, 1), (1, 0)) if samples == "independent" and len(x) == 2 else ():
+        g = torch.autograd.grad(y[own].sum(), x, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
+        if g[other].any():
             raise ValueError(f"The model couples the samples of a batch (an output depends on another sample's input): {_COUPLED}")
     return y.detach()
 
