@@ -1124,6 +1124,8 @@ def test_frozen_needs_statistics_only_where_the_batch_is_coupled():
         ValueError, match=rf"'z' parameter of DeepOptEq must be a batch of equilibria, of shape \[batch, {FEATURES}"
     ):
         coupled.freeze(torch.randn(5, FEATURES + 1))
+    with pytest.raises(ValueError, match="'z' parameter of DeepOptEq must be finite"):
+        coupled.freeze(torch.full((5, FEATURES), torch.nan))
 
 
 def test_an_unknown_activation_is_answered_with_those_that_fit():

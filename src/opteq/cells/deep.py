@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from opteq.batch import at_least_single
 from opteq.cells.optimization import OptEqCell, OptEqMap
-from opteq.checks import check_floating, check_instance, check_number, invalid
+from opteq.checks import check_finite, check_floating, check_instance, check_number, invalid
 from opteq.equilibrium import Cell
 from opteq.maps import Jacobian, Map, pullback
 from opteq.regularizers import Regularizer
@@ -224,6 +224,7 @@ class DeepOptEq(Layers):
         size = next(self.layers[0].sizes[name] for name in ("features", "channels") if name in self.layers[0].sizes)
         if z.ndim < 2 or z.shape[1] != size:
             raise ValueError(invalid(self, "z", f"a batch of equilibria, of shape [batch, {size}, ...]", list(z.shape)))
+        check_finite(self, [("z", z)])  # one NaN would be in the statistics of all samples to come
         self.reference = z.detach().clone()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
