@@ -24,7 +24,13 @@ def undone(undo: Callable[[], object]) -> Iterator[None]:
 def invalid(owner: object, name: str, expected: str, got: object) -> str:
     """The text of every parameter error."""
     title = owner if isinstance(owner, str) else type(owner).__name__
-    return f"The '{name}' parameter of {title} must be {expected}. Got {got!r} instead."
+    return f"The '{name}' parameter of {title} must be {expected}. Got {_shown(got)} instead."
+
+
+def _shown(got: object) -> str:
+    """Its repr; of a long one, such as that of a data set or a network, the beginning, on one line."""
+    text = repr(got)
+    return text if isinstance(got, str) or len(text) <= 200 else f"{' '.join(text[:200].split())} ..."
 
 
 def check_integer(owner: object, name: str, value: object, least: int) -> None:
