@@ -632,6 +632,9 @@ def test_a_run_is_certified_on_its_own_data(here, capsys):
     assert cli.main(["train", "deep", *TINY, "--train.epochs", "1", "--quiet", "--folder", "d"]) == 0
     assert cli.main(["certify", "--run", "d"]) == 1
     assert "Assumption 5" in capsys.readouterr().out
+    (here / "d" / "model.safetensors").unlink()
+    assert cli.main(["certify", "--run", "d"]) == 1
+    assert "d has no trained model yet: this is its checkpoint of step 2" in capsys.readouterr().err
 
 
 # --- experiments and benchmarks -------------------------------------------------------------------------------------------------

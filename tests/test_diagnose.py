@@ -67,6 +67,26 @@ def test_every_finding_is_written_and_put_into_words(trained: Path, tmp_path: Pa
     assert all(f" {stage}" in said for stage in ("before", "step 2", "after"))
 
 
+def test_of_a_run_that_is_not_finished_the_checkpoint_is_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, rows = trained / "model.safetensors", trained / "metrics.jsonl"
+    kept = {path: path.read_bytes() for path in (model, rows)}
+    look = [str(trained), "--samples", "4", "--out", str(trained / "out")]
+    try:
+        assert cli.main(["diagnose", *look, "--only", "jacobian"]) == 0
+        assert capsys.readouterr().err == ""
+        model.unlink()
+        for command in (["diagnose", *look, "--only", "jacobian"], ["landscape", *look, "--steps", "3", "--dims", "1"]):
+            assert cli.main(command) == 0
+            assert f"{trained} has no trained model yet: this is its checkpoint of step 6" in capsys.readouterr().err
+        rows.unlink()
+        assert cli.main(["diagnose", *look, "--only", "curves"]) == 0
+        assert "curves: left out. Nothing has been measured yet." in capsys.readouterr().out
+        assert not (trained / "out" / "curves.csv").exists()
+    finally:
+        for path, content in kept.items():
+            path.write_bytes(content)
+
+
 def test_a_network_without_an_equilibrium_is_told_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "plain"
     recipes.run(Recipe(SMALL, FeedForward(channels=2), TrainConfig(epochs=1)), folder, verbose=False)

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from rich.console import Console
 from torch import Tensor, nn
 
-from opteq.cli.common import console, parse, table
+from opteq.cli.common import console, parse, table, tell_unfinished
 from opteq.models import Readout
 from opteq.recipes import (
     Data,
@@ -93,6 +93,7 @@ def _problem(options: Certify) -> tuple[nn.Module, Tensor, Tensor]:
     if options.run is not None:
         _refuse_more(options)
         model, dataset = load_model(options.run)
+        tell_unfinished(options.run)
     else:
         norm: Literal["sqrt_d", "unit"] = "sqrt_d" if isinstance(options.model, Gaussian) else "unit"
         data = replace(options.data, theory=norm) if options.data.theory == "off" else options.data

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -9,7 +10,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["console", "parse", "table"]
+from opteq.runs import Run
+
+__all__ = ["console", "parse", "table", "tell_unfinished"]
 
 _CONFIG = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.CascadeSubcommandArgs)
 
@@ -34,3 +37,10 @@ def table(title: str | None, heads: Sequence[str], rows: Sequence[Sequence[objec
     for row in rows:
         made.add_row(*(str(cell) for cell in row))
     return made
+
+
+def tell_unfinished(folder: Path) -> None:
+    """Say that a run has no trained model yet, if it has none, and what is looked at in its place."""
+    if not (folder / "model.safetensors").exists():
+        step = max(Run.read(folder).steps(), default=0)
+        print(f"opteq: warning: {folder} has no trained model yet: this is its checkpoint of step {step}", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 import tyro
 from torch import Tensor, nn
 
-from opteq.cli.common import console, parse
+from opteq.cli.common import console, parse, tell_unfinished
 from opteq.diagnostics import (
     Finding,
     data_loss,
@@ -57,6 +57,7 @@ def diagnose(arguments: Sequence[str]) -> int:
     if not options.only:
         raise ValueError(f"--only needs at least one of {', '.join(get_args(Look))}.")
     subject = Subject.of(options)
+    tell_unfinished(options.run)
     out = console()
     for look in dict.fromkeys(options.only):
         try:
@@ -94,6 +95,8 @@ class Subject:
 
 def _curves(subject: Subject) -> tuple[Finding, str]:
     found = training_curves(subject.folder)
+    if not found.panels:
+        raise ValueError("Nothing has been measured yet.")
     return found, ", ".join(panel.title.lower() for panel in found.panels)
 
 

@@ -10,7 +10,7 @@ import tyro
 from torch import nn
 
 from opteq import diagnostics
-from opteq.cli.common import console, parse
+from opteq.cli.common import console, parse, tell_unfinished
 from opteq.data import Dataset
 from opteq.diagnostics import data_loss
 from opteq.recipes import load_model, sample
@@ -58,6 +58,7 @@ def landscape(arguments: Sequence[str]) -> int:
     if options.level is not None and not math.isfinite(options.level):
         raise ValueError(f"--level must be a number. Got {options.level} instead.")
     model, dataset = load_model(options.run)
+    tell_unfinished(options.run)
     found = _compute(model, dataset, options)
     paths = found.save(options.out or options.run, found.figure(options.level))
     out = console()
