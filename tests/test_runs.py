@@ -164,7 +164,8 @@ def test_later_changes_of_the_callers_tensors_do_not_reach_a_checkpoint_nor_the_
     ("tensors", "message"),
     [
         ({"x": torch.zeros(2, dtype=torch.complex128)}, r"tensors\['x'\].*dtype that safetensors has.*complex128"),
-        ({"x": torch.zeros(2).to_sparse()}, "dense"),
+        ({"x": torch.zeros(2).to_sparse()}, r"dense, .*Got torch\.sparse_coo"),
+        ([torch.zeros(2)], "'tensors' parameter of Checkpoint must be a dict"),
         ({"x": [1.0]}, "a tensor"),
         ({"__metadata__": torch.zeros(2)}, "__metadata__"),
         ({3: torch.zeros(2)}, "strings"),
@@ -741,6 +742,9 @@ def test_a_kill_at_any_call_of_create_leaves_a_run_or_a_folder_that_can_hold_one
 
 
 def test_bad_configurations_are_refused_before_anything_is_made(tmp_path):
+    for none in ([1, 2], "lr=0.1", None):
+        with pytest.raises(TypeError, match="'config' parameter of Run must be a dict"):
+            Run.create(tmp_path / "run", none)
     with pytest.raises(TypeError, match=r"config\.path.*PosixPath"):
         Run.create(tmp_path / "run", {"path": tmp_path})
     assert names(tmp_path) == []

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from opteq.checks import check_integer, invalid
+from opteq.checks import check_instance, check_integer, invalid
 from opteq.runs.checkpoint import Checkpoint, Checkpoints, stem
 from opteq.runs.files import Lock, RunError, delete_temporary, read, remove, write_atomic, writing
 from opteq.runs.formats import differences, encode, parse, pretty, read_json, seal, unseal
@@ -41,6 +41,7 @@ class Run:
     def create(cls, folder: str | os.PathLike[str], config: Mapping[str, Any], *, keep: int = 3) -> Self:
         """A new run, of which the newest `keep` checkpoints are kept. Nothing half-made is left behind if it fails."""
         check_integer("Run", "keep", keep, 1)
+        check_instance("Run", "config", config, Mapping, "a dict")
         folder, content = Path(folder), pretty(config, "config")
         run = cls(folder, parse(content), keep)
         with writing(folder), ExitStack() as undo:

@@ -103,13 +103,15 @@ def _storable(dtype: torch.dtype) -> bool:
 
 def serialize(owner: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """The bytes of a safetensors file; tensors that share memory are each written whole."""
+    check_instance(owner, "tensors", tensors, Mapping, "a dict")
     library, copies = _safetensors(), {}
     for name, tensor in tensors.items():
         check_instance(owner, f"tensors[{name!r}]", tensor, Tensor, "a tensor")
         if not isinstance(name, str) or name == "__metadata__":
             raise ValueError(invalid(owner, "tensors", "named by strings other than '__metadata__'", name))
         if tensor.layout != torch.strided or not _storable(tensor.dtype):
-            raise TypeError(invalid(owner, f"tensors[{name!r}]", "dense, of a dtype that safetensors has", tensor.dtype))
+            got = tensor.dtype if tensor.layout == torch.strided else tensor.layout
+            raise TypeError(invalid(owner, f"tensors[{name!r}]", "dense, of a dtype that safetensors has", got))
         copies[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     return bytes(library.torch.save(copies, metadata=metadata))
 
