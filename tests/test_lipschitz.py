@@ -11,11 +11,12 @@ from cell_zoo import affine, conv, deep, dense, matrix_of, random_matrix
 from conformance import write_verify
 from opteq import Cell, Equilibrium, Stop
 from opteq.cells import ConvOptEq, FunctionCell, GaussianDEQ, Monotone, OptEq, ScaledReLU, StackedOptEq, WideOptEq
-from opteq.models import Readout, Stem
+from opteq.gradients import Unrolled
+from opteq.models import Readout, Repeated, Stem
 from opteq.models.separable import TwofoldOptEq
 from opteq.operators import Operator
 from opteq.regularizers import L2, Decorrelation, Incay
-from opteq.solvers import Anderson, Newton
+from opteq.solvers import SAM, Anderson, Newton, Picard
 from opteq.theory.error import certified_predictions, error_bound
 from opteq.theory.lipschitz import LipschitzBound, certified_radius, lipschitz_bound
 
@@ -428,6 +429,52 @@ def test_a_cell_of_ones_own_with_an_injection_is_estimated(activation: str, wrap
     assert bound.evidence == "estimate"
     assert float(bound) == pytest.approx(cell.activation.lipschitz * svd(cell.U) / (1 - 0.8), rel=1e-6)
     assert worst_ratio(cell, random_matrix(2, 3, seed=0), 0) <= float(bound)
+
+
+# A fixed number of steps
+
+
+def unrolled(cell: Cell, steps: int = 6, damping: float = 1.0) -> Equilibrium:
+    return Equilibrium(cell, Picard(damping), gradient=Unrolled(steps)).double()
+
+
+def test_unrolled_steps_of_a_monotone_network_have_no_bound_where_they_do_not_contract() -> None:
+    """At the equilibrium it has one, but six steps lead elsewhere: they are five times as steep as that here."""
+    torch.manual_seed(0)
+    cell = Monotone(3, 6, m=0.5).double()
+    with torch.no_grad():
+        cell.B.normal_().mul_(1.5)
+    x, d = torch.randn(2, 200, 3, dtype=torch.float64)
+    for layer in (unrolled(cell), Repeated(cell, 6), Equilibrium(cell, gradient=Unrolled(6))):
+        with torch.no_grad():
+            steepest = distance_ratio(x, x + d, layer(x), layer(x + d)).max()
+        assert float(steepest) > 3 * float(lipschitz_bound(cell))
+        assert float(lipschitz_bound(layer)) == math.inf
+        model = nn.Sequential(layer, nn.Linear(6, 3)).double()
+        assert not certified_radius(model, x).radius.any()
+    with pytest.raises(TypeError, match="unrolled steps of SAM, only of those of Picard"):
+        lipschitz_bound(Equilibrium(cell, SAM(L2()), gradient=Unrolled(6)))
+
+
+@pytest.mark.parametrize("name", [name for name in COVERED if "monotone" not in name])
+def test_unrolled_steps_of_contractions_keep_their_bound(name: str) -> None:
+    cell, x = KINDS[name].make(0), KINDS[name].x(0, batch=4)
+    other = x + 0.1 * random_matrix(*x.shape, seed=1)
+    for steps, damping in ((1, 1.0), (3, 0.5), (10, 1.0)):
+        layer = unrolled(cell, steps, damping)
+        with torch.no_grad():
+            steepest = distance_ratio(x, other, layer(x), layer(other)).max()
+        assert float(steepest) <= float(lipschitz_bound(layer))
+
+
+def test_the_radius_of_unrolled_steps_is_that_of_the_network_that_they_are() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(unrolled(dense(0, activation="tanh", factor=0.5), steps=2), nn.Linear(4, 3)).double()
+    x = random_matrix(5, 3, seed=0)
+    found = certified_radius(model, x)
+    assert (found.radius > 0).all()
+    assert torch.equal(found.prediction, model(x).argmax(1))
+    assert not attacked(model, x, 0.99 * found.radius, found.prediction, 0).any()
 
 
 # Subclasses that compute something else

@@ -23,10 +23,12 @@ from opteq.cells.optimization import OptEqMap
 from opteq.cells.variants import AffineOptEq, MultivariateMap
 from opteq.checks import check_finite, check_floating, check_instance, invalid
 from opteq.equilibrium import Cell, Equilibrium
+from opteq.gradients import Unrolled
 from opteq.maps import pullback
 from opteq.models import Readout
 from opteq.models.parts import Checked
 from opteq.operators import Conv, Dense, Operator, Separable
+from opteq.solvers import Picard
 from opteq.spectral import Evidence, Norm, operator_norm
 from opteq.splitting import ActivationMap, SplitMap
 from opteq.theory.common import check_forward
@@ -95,7 +97,8 @@ def lipschitz_bound(model: nn.Module) -> LipschitzBound:
     A cell of your own that binds to an ActivationMap or a SplitMap is covered if it has a method injection(x) = U x + b, with ||U||
     estimated, and in_features, or in_channels and size. The norms of other convolutions hold for images of every size. The value
     can be differentiated by the parameters. It is infinite where the condition (m > 0, c < 1) fails. It speaks of exact equilibria:
-    what a solver returns is off by up to its error_bound.
+    what a solver returns is off by up to its error_bound. Unrolled plain steps, of which z need not be an equilibrium, have the
+    bound of contractions only.
 
     Examples:
         >>> import torch
@@ -117,7 +120,7 @@ def _bound(module: nn.Module) -> LipschitzBound:
         return _equilibrium(module)
     check_forward("lipschitz_bound", module, *_KNOWN)
     if isinstance(module, Equilibrium):
-        return _equilibrium(module.cell)
+        return _equilibrium(module.cell, _is_unrolled(module))
     if isinstance(module, Readout):
         return _equilibrium(module.cell).times(torch.linalg.vector_norm(module.a.double()))
     if isinstance(module, nn.Sequential):
@@ -221,8 +224,18 @@ def _convolution(module: nn.Conv2d) -> Norm:
     return measured(Conv(module.weight, "zeros", module.groups))
 
 
-def _equilibrium(cell: Cell) -> LipschitzBound:
-    """That of x -> z."""
+def _is_unrolled(layer: Equilibrium) -> bool:
+    """Whether z is what a fixed number of steps gives: plain ones from a z0 that does not depend on x, else nothing is known."""
+    if not isinstance(layer.gradient, Unrolled):
+        return False
+    if not isinstance(layer.solver, (Picard, type(None))):
+        name = type(layer.solver).__name__
+        raise TypeError(f"lipschitz_bound knows no Lipschitz constant of unrolled steps of {name}, only of those of Picard.")
+    return True
+
+
+def _equilibrium(cell: Cell, unrolled: bool = False) -> LipschitzBound:
+    """That of x -> z: at the equilibrium or, of contractions, after any number of plain steps, which is no steeper."""
     if isinstance(cell, AffineOptEq):
         singular = torch.linalg.svdvals(cell.A.double())
         return _equilibrium(cell.cell).times(ratio(torch.ones_like(singular[0]), singular[-1] - ROUNDING * singular[0]))
@@ -235,7 +248,7 @@ def _equilibrium(cell: Cell) -> LipschitzBound:
         own = layer_rates(fn).driven(_injection(cell))
         return LipschitzBound(ratio(own.gain, own.gap), _shown(own.evidence), "contraction")
     if isinstance(fn, ActivationMap):
-        return _activated(cell, fn)
+        return _activated(cell, fn, unrolled)
     raise TypeError(_unknown(cell))
 
 
@@ -250,15 +263,15 @@ def _shown(evidence: Evidence) -> Evidence:
     return weakest("bound", evidence)
 
 
-def _activated(cell: Cell, fn: ActivationMap) -> LipschitzBound:
+def _activated(cell: Cell, fn: ActivationMap, unrolled: bool) -> LipschitzBound:
     """||U|| / m or L ||U|| / (1 - L ||W||), the smaller where both are known."""
     injection = _injection(cell)
     found = []
-    if not isinstance(fn, SplitMap):
+    if unrolled or not isinstance(fn, SplitMap):
         known = isinstance(fn.W, (Dense, Conv, Separable))  # for images of every size
         own = layer_rates(fn, None if known else fn.u.shape[1:]).driven(injection)
         found.append(LipschitzBound(ratio(own.gain, own.gap), _shown(own.evidence), "contraction"))
-    m = monotonicity(fn)
+    m = None if unrolled else monotonicity(fn)
     if m is not None:
         found.append(LipschitzBound(ratio(injection.value, m), _shown(injection.evidence), "||U|| / m"))
     return min(found, key=float)
@@ -386,8 +399,10 @@ class _Passage:
         return _Passage(value, error + further, self.bound.times(own.value, weakest(own.evidence, evidence)))
 
     def _solved(self, module: Equilibrium | Readout) -> tuple[Tensor, Tensor, Evidence]:
-        """The output, and how far the solver leaves it from that of the exact equilibrium."""
+        """The output, and how far the solver leaves it from that of the exact equilibrium; unrolled steps are the model."""
         z = module.solve(self.value).z
+        if isinstance(module, Equilibrium) and _is_unrolled(module):
+            return z, torch.zeros_like(self.error), "exact"
         error, evidence = error_bound(module, self.value, z)
         if isinstance(module, Equilibrium):
             return z, error, evidence
