@@ -1,5 +1,6 @@
 """Recipes: settings to JSON and back, names to objects, runs that can be loaded again."""
 
+import inspect
 import json
 import math
 import shutil
@@ -16,7 +17,7 @@ from torch import nn
 from data_files import random_bytes, write_camvid, write_class_folders, write_image
 from opteq import Equilibrium, cells, recipes
 from opteq.cells import DeepOptEq, GaussianDEQ, ScaledReLU, WideOptEq
-from opteq.data import Images
+from opteq.data import Dataset, Images, Split
 from opteq.gradients import Implicit, JacobianFree, Phantom, Unrolled
 from opteq.models import Readout
 from opteq.recipes import KINDS, Data, Deep, Dense, Recipe, RecipeError, ScaledRelu, Solve
@@ -190,6 +191,24 @@ def test_every_model_takes_the_samples_of_its_data(kind, root):
     assert output.shape == (2, len(dataset.classes), *maps)
     assert output.isfinite().all()
     assert model.training
+
+
+@pytest.mark.parametrize(
+    ("model", "setting", "words", "thousands"),
+    [
+        (Deep(channels=29, hidden=(16, 32, 64, 64, 128), stride=2, pool=2), "hidden", "stride 2 and pool 2 are", 162),
+        (recipes.MonotoneConv(channels=81, pool=8), "channels", "81 with pool 8 are", 172),
+        (recipes.Ode(filters=125), "filters", "125, or", 172),
+        (recipes.Ode(filters=64, augment=10), "filters", "64 with augment 10, are", 172),
+    ],
+)
+def test_the_networks_of_the_help_have_the_parameters_that_it_says(model, setting, words, thousands):
+    part = Split(torch.zeros(2, 3, 32, 32), torch.zeros(2).long())
+    network = model.build(Dataset("as cifar10", part, part, tuple("0123456789")))
+    assert round(sum(p.numel() for p in network.parameters()) / 1000) == thousands
+    help_text = inspect.getsource(type(model)).partition(f"    {setting}: ")[2].split('"""')[1]
+    assert words in help_text
+    assert f"{thousands}k" in help_text
 
 
 @pytest.mark.parametrize("kind", ["dense", "wide", "monotone", "gaussian", "scaled-relu"])
