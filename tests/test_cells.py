@@ -369,6 +369,16 @@ def test_autocast_rounds_no_weight(name):
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(found, exact, strict=True) if not a.per_sample)
 
 
+@pytest.mark.parametrize("regularizer", [Decorrelation(), HSIC()])
+def test_autocast_rounds_no_frozen_statistics(regularizer):
+    cell = DeepOptEq([dense(0)], regularizer=regularizer, evaluation="frozen").float().eval()
+    cell.freeze(random_matrix(6, FEATURES, seed=0).float())
+    exact = cell.step().leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cell.step().leaves()
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(found, exact, strict=True))
+
+
 @constrained
 def test_training_never_leaves_the_ball(make):
     torch.manual_seed(0)

@@ -248,7 +248,8 @@ class DeepOptEq(Layers):
                 raise RuntimeError(
                     'DeepOptEq with evaluation="frozen" has no statistics yet: call freeze(z) with a batch of equilibria.'
                 )
-            regularizer = regularizer.frozen(self.reference)
+            with torch.autocast(self.reference.device.type, enabled=False):
+                regularizer = regularizer.frozen(self.reference)
         return RegularizedStep(regularizer, self.gamma, self.mode)
 
     def extra_repr(self) -> str:
