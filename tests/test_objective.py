@@ -436,8 +436,9 @@ def test_what_has_no_objective_is_refused_with_the_reason():
             function(FunctionCell(lambda z, x: 0 * z, (6,)), x, z)
         with pytest.raises(TypeError, match="without a regulariser"):
             function(DeepOptEq([layer()], regularizer=L2()), x, z)
-    with pytest.raises(TypeError, match="a cell of the OptEq family"):
-        recover_problem(FunctionCell(lambda z, x: 0 * z, (6,)))
+    for cell in (FunctionCell(lambda z, x: 0 * z, (6,)), Equilibrium(layer())):
+        with pytest.raises(TypeError, match=r"a cell of the OptEq family \(of an Equilibrium, its \.cell\)"):
+            recover_problem(cell)
     with pytest.raises(TypeError, match="a DeepOptEq or a StackedOptEq"):
         inclusion_residual(layer(), x, z)
     torch.testing.assert_close(objective(DeepOptEq([layer()]), x, z), objective(layer(), x, z))

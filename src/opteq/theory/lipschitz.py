@@ -225,7 +225,7 @@ def _convolution(module: nn.Conv2d) -> Norm:
 
 
 def _is_unrolled(layer: Equilibrium) -> bool:
-    """Whether z is what a fixed number of steps gives: plain ones from a z0 that does not depend on x, else nothing is known."""
+    """Whether z is what a fixed number of steps gives: plain ones, from a z0 that is the same for all x."""
     if not isinstance(layer.gradient, Unrolled):
         return False
     if not isinstance(layer.solver, (Picard, type(None))):

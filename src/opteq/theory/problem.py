@@ -236,7 +236,8 @@ def recover_problem(cell: Cell) -> Problem:
         return OneLayer(cell, *affine(cell.cell), _requirements(cell.cell))
     if isinstance(cell, OptEqCell):
         return OneLayer(cell, *_stated(cell), _requirements(cell))
-    raise TypeError(invalid("recover_problem", "cell", "a cell of the OptEq family", type(cell).__name__))
+    expected = "a cell of the OptEq family (of an Equilibrium, its .cell)"
+    raise TypeError(invalid("recover_problem", "cell", expected, type(cell).__name__))
 
 
 def _stated(cell: OptEqCell) -> tuple[str, str]:
