@@ -168,6 +168,8 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, words):
     with pytest.raises(RecipeError, match=words) as caught:
         Recipe.read(path)
     assert str(path) in str(caught.value)
+    with pytest.raises(RecipeError, match=r"is a folder: give a file, such as the config\.json of a run"):
+        Recipe.read(tmp_path)
 
 
 def test_a_file_may_hold_what_runs_and_dry_runs_note_beside_the_settings(tmp_path):

@@ -109,6 +109,8 @@ class Recipe:
     @classmethod
     def read(cls, path: str | Path) -> "Recipe":
         """The recipe in a JSON file: one of your own, the config.json of a run, or what a dry run printed."""
+        if Path(path).is_dir():
+            raise RecipeError(f"{path} is a folder: give a file, such as the config.json of a run.")
         try:
             config = json.loads(Path(path).read_bytes())
             return cls.from_json(_settings(config) if isinstance(config, dict) else config)
