@@ -212,3 +212,14 @@ def test_a_train_step_by_splitting_takes_about_twelve_states() -> None:
     highest = [peak(lambda layer=layer: train_step(layer, x))[0] * STATE / (4 * batch * width) for layer in (few, many)]
     assert highest[1] <= highest[0] + 1.1
     assert highest[1] <= 13  # W and its factor are an eighth of a state each
+
+
+@pytest.mark.parametrize("make", [OptEq, Monotone], ids=lambda kind: kind.__name__)
+def test_a_train_step_in_float64_takes_about_twelve_states_however_small_the_tolerance(make: type[OptEq] | type[Monotone]) -> None:
+    torch.manual_seed(0)
+    batch, width = 2048, 256
+    cell, x = make(8, *[width] * (2 if make is OptEq else 1)).double(), torch.randn(batch, 8, dtype=torch.float64)
+    for rtol in (1e-4, 1e-8):
+        layer = Equilibrium(cell, stop=Stop(rtol=rtol), on_failure="raise")
+        highest = peak(lambda layer=layer: train_step(layer, x))[0] * STATE / (8 * batch * width)
+        assert highest <= 12.5  # the weights are an eighth of a state each, and half of that in float32

@@ -88,6 +88,36 @@ def test_where_corrections_do_not_help_the_solver_goes_on_in_float64(monkeypatch
     assert int(found.steps.max()) > 1
 
 
+def test_a_correction_that_does_harm_is_undone(monkeypatch):
+    torch.manual_seed(0)
+    cell, x = GaussianDEQ(7, 30).double(), torch.randn(5, 7, dtype=torch.float64)
+    fn, correct, calls = cell.bind(x), MixedPrecision._correction, []
+
+    def spoilt(self, fn, state, far):
+        move, evals = correct(self, fn, state, far)
+        calls.append(far)
+        move[1] += 1.0 if len(calls) == 2 else 0.0  # the first one has met the tolerance
+        return move, evals
+
+    monkeypatch.setattr(MixedPrecision, "_correction", spoilt)
+    found = solve(fn, cell.initial(x), mixed(fn, 1e-10), Stop(rtol=1e-10)).raise_if_failed()
+    assert len(calls) == 2
+    value = fn(found.z)
+    torch.testing.assert_close(found.residual, (value - found.z).norm(dim=1) / value.norm(dim=1), rtol=1e-6, atol=1e-17)
+    assert found.residual.max() <= 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by what forward mode imports
+@pytest.mark.parametrize("make", [lambda: GaussianDEQ(4, 260), lambda: OptEq(4, 260, 260), lambda: Monotone(4, 260)])
+def test_tangents_are_the_transposes_of_adjoints(make):
+    torch.manual_seed(0)
+    layer = Equilibrium(make().double(), stop=Stop(rtol=1e-10), on_failure="raise")
+    x, v, g = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 4), (3, 4), (3, 260)))
+    tangent = torch.func.jvp(layer, (x,), (v,))[1]
+    (adjoint,) = torch.func.vjp(layer, x)[1](g)
+    assert abs((tangent * g).sum() - (adjoint * v).sum()) < 1e-8 * tangent.norm() * g.norm()
+
+
 def test_it_is_the_default_for_large_weights_in_float64_only():
     large, small = GaussianDEQ(3, 300).double(), GaussianDEQ(3, 30).double()
     x, stop = torch.randn(2, 3, dtype=torch.float64), Stop(rtol=1e-7)

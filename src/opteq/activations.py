@@ -99,10 +99,15 @@ class Activation:
             return torch.relu_(a)
         return self.function(a)
 
+    @property
+    def binary(self) -> bool:
+        """Whether all slopes are 0 or 1, as those of ReLU: they are their own roots, and to multiply by them twice is as once."""
+        return self.derivative is _relu_slope
+
     def root(self, a: Tensor) -> Tensor:
         """The square root of sigma'(a), for a monotone sigma."""
         slope = self.derivative(a)
-        return slope if self.derivative is _relu_slope else slope.clamp_min(0).sqrt()  # that of 0 is slow on CPU
+        return slope if self.binary else slope.clamp_min(0).sqrt()  # that of 0 is slow on CPU
 
     def prox(self, v: Tensor, step: float) -> Tensor:
         """prox_{step h}(v) for the penalty h of sigma = prox_h: sigma(t) with (1 - step) sigma(t) + step t = v."""

@@ -16,8 +16,9 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from opteq.batch import laid_out, norm, per_sample_like
+from opteq.batch import laid_out, norm, nothing, per_sample_like
 from opteq.captures import HAND_OVER, NOT_MAPPED, SECOND_ORDER, is_closed, is_mapped, primal
 from opteq.checks import is_transformed
 from opteq.linear import LinearizedMap
@@ -77,26 +78,27 @@ class Record:
 class Tape:
     """f at the iterate that turns out to be the solution, with its graph: the backward pass need not evaluate it again.
 
-    `point` is z and `operands` are the tensors of f, as leaves of that graph; `value` is f(z).
+    `point` is z and `operands` are the tensors of f, as leaves of that graph; `value` is where f(z) left it, without its numbers.
     """
 
     def __init__(self, template: Map, operands: Sequence[Tensor]) -> None:
         self.operands = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         self.fn = template.filled(self.operands)
         self.point: Tensor | None = None
-        self.value: Tensor | None = None
+        self.value: GradientEdge | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
         self.point = self.value = None  # the last graph is freed before the next is made
         with torch.enable_grad():
             self.point = z.detach().requires_grad_()
-            self.value = self.fn(self.point)
-        check_tensor(self.value)
-        return self.value.detach()
+            value = self.fn(self.point)
+        check_tensor(value)
+        self.value = get_gradient_edge(value) if value.requires_grad else None
+        return value.detach()
 
     def is_at(self, z: Tensor) -> bool:
         """Whether it was evaluated last at z, and may be differentiated there."""
-        return self.value is not None and self.value.requires_grad and torch.equal(cast(Tensor, self.point), z)
+        return self.value is not None and torch.equal(cast(Tensor, self.point), z)
 
 
 def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = None) -> tuple[Solution, Record]:
@@ -262,7 +264,7 @@ def _adjoint(
     tape: Tape | None = None,
 ) -> Sequence[Tensor | None]:
     """The same in one evaluation of f, or none: its graph serves J' v, for the solvers that ask for it, and the operands."""
-    graph: list[Tensor] = []
+    graph: list[GradientEdge] = []
     if tape is not None and tape.value is not None and tape.point is not None:
         z, chosen = tape.point, [tape.operands[i] for i in wanted]
         graph.append(tape.value)
@@ -270,10 +272,10 @@ def _adjoint(
         z, chosen = z.detach().requires_grad_(), [operands[i].detach().requires_grad_() for i in wanted]
     partial = _partial(template, operands, wanted, z)
 
-    def value() -> Tensor:
+    def value() -> GradientEdge:
         if not graph:
             with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
-                graph.append(partial(*chosen))
+                graph.append(get_gradient_edge(partial(*chosen)))
         return graph[0]
 
     def vjp(v: Tensor) -> Tensor:
@@ -285,10 +287,10 @@ def _adjoint(
     equation = LinearizedMap(fn, True, z.detach(), g, known)
     derived = _heard(problem.derived(fn, z.dtype, "backward"))
     if not derived.solver.estimates:
-        v = _run(equation, torch.zeros_like(g), derived, Record())[0]
+        v = _run(equation, nothing(g), derived, Record())[0]
         return torch.autograd.grad(value(), chosen, v, allow_unused=True, retain_graph=tape is not None)
     stop = replace(derived.stop, rtol=_BELIEVED * derived.stop.rtol, atol=_BELIEVED * derived.stop.atol)
-    solution = solve_map(equation, torch.zeros_like(g), derived.solver, stop, empty_trace(derived.logs), verified=False)
+    solution = solve_map(equation, nothing(g), derived.solver, stop, empty_trace(derived.logs), verified=False)
     image, *found = torch.autograd.grad(value(), [z, *chosen], solution.z, allow_unused=True, retain_graph=True)
     measured = _measured(replace(solution, stop=derived.stop), g if image is None else image + g)
     if not bool((solution.converged & ~measured.converged).any()):

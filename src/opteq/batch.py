@@ -36,6 +36,11 @@ def blank_images(x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(batch, height, width, channels, dtype=dtype, device=x.device).permute(0, 3, 1, 2)
 
 
+def nothing(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros in the shape of a tensor, to be read only: rows of them take no memory."""
+    return like.new_zeros((), dtype=dtype).expand_as(like) if like.ndim == 2 else torch.zeros_like(like, dtype=dtype)
+
+
 def laid_out(z: Tensor, like: Tensor) -> Tensor:
     """z with its channels together in memory if those of another tensor of its shape are, else not."""
     if channels_together(like) == channels_together(z):

@@ -63,6 +63,10 @@ class LinearizedMap(Map):
     def to(self, dtype: torch.dtype) -> Self:
         return replace(self, base=self.base.to(dtype), z=self.z.to(dtype), g=self.g.to(dtype), known=None)
 
+    def sourced(self, g: Tensor) -> Self:
+        """The same with another g; what was linearised serves again."""
+        return replace(self, g=g, known=self.jacobian)
+
     def product(self, v: Tensor) -> Tensor:
         """M v."""
         return self.jacobian.vjp(v) if self.transposed else self.jacobian.jvp(v)
@@ -168,30 +172,32 @@ class CG(Solver):
 class LinearDual(Map):
     """v = J v + g of a convex map, with what its dual needs: G = W W' / mu and the roots of D = diag(sigma'(W z + u))."""
 
-    primal: LinearizedMap
+    base: ConvexMap  # the map that was linearised, of which u has served its purpose
     G: Tensor
     root: Tensor = per_sample()
-
-    @property
-    def base(self) -> ConvexMap:
-        """The map that was linearised."""
-        assert isinstance(self.primal.base, ConvexMap)
-        return self.primal.base
+    g: Tensor = per_sample()
 
     def select(self, rows: Tensor) -> Self:
-        """Of some samples: z and u, which have served their purpose, stay as they are."""
-        return replace(self, primal=replace(self.primal, g=taken(self.primal.g, rows), known=None), root=taken(self.root, rows))
+        return replace(self, root=taken(self.root, rows), g=taken(self.g, rows))
+
+    def sourced(self, g: Tensor) -> Self:
+        """The same with another g."""
+        return replace(self, g=g)
+
+    def rooted(self, s: Tensor) -> Tensor:
+        """D^1/2 s for an s that is D^1/2 times something."""
+        return s if self.base.sigma.binary else s * self.root
 
     def __call__(self, v: Tensor) -> Tensor:
         """J v + g, without linearising once more."""
-        alpha, out = self.base.alpha, self.base.lift(self.base.project(v).mul_(self.root).mul_(self.root))
+        alpha, out = self.base.alpha, self.base.lift(self.rooted(self.base.project(v).mul_(self.root)))
         out = out if not isinstance(alpha, Tensor) and alpha == 1 else torch.lerp(v, out, alpha)
-        return out.add_(self.primal.g)
+        return out.add_(self.g)
 
 
 @dataclass(frozen=True)
 class DualCGState(State):
-    """The iterate is z + (g + unit W' D^1/2 x / mu) / alpha. x, r and p change in place."""
+    """The iterate is z + (g + unit W' D^1/2 x / mu) / alpha. x, r and p, all of them D^1/2 times something, change in place."""
 
     exact: ClassVar[bool] = False
     history: ClassVar[tuple[str, ...]] = ("x", "r", "p")
@@ -201,6 +207,9 @@ class DualCGState(State):
     p: Tensor
     rr: Tensor
     bx: Tensor  # <b, x>, b the right-hand side
+    xx: Tensor  # |x|^2, <x, p> and |p|^2, by their recurrences
+    xp: Tensor
+    pp: Tensor
     unit: Tensor
     trust: Tensor  # how far the estimate of the residual was below the truth
     reach: Tensor  # |J z + g|
@@ -212,8 +221,8 @@ class DualCGState(State):
             return super().candidate(fn, rows)
         assert isinstance(fn, LinearDual)
         if rows is None:
-            return fn.base.lift(self.x * fn.root).mul_(self.unit[:, None]).add_(self.g).div_(fn.base.alpha).add_(self.z)
-        step = fn.base.lift(self.x[rows].mul_(fn.root[rows])).mul_(self.unit[rows, None])
+            return fn.base.lift(fn.rooted(self.x)).mul_(self.unit[:, None]).add_(self.g).div_(fn.base.alpha).add_(self.z)
+        step = fn.base.lift(fn.select(rows).rooted(self.x[rows])).mul_(self.unit[rows, None])
         return step.add_(self.g[rows]).div_(fn.base.alpha).add_(self.z[rows])
 
     def estimate(self) -> tuple[Tensor, Tensor]:
@@ -224,7 +233,7 @@ class DualCGState(State):
         if not self.moved:
             return self.unit, self.reach
         size = self.unit * self.trust * (self.rr / self.mu).sqrt()
-        return size, torch.maximum(self.unit * (1 + (self.bx + dot(self.x, self.x)) / self.mu).sqrt(), self.reach)
+        return size, torch.maximum(self.unit * (1 + (self.bx + self.xx) / self.mu).sqrt(), self.reach)
 
     def corrected(self, rows: Tensor, z: Tensor, fz: Tensor) -> Self:
         return replace(self, trust=raised(self.trust, rows, norm(fz - z), self.estimate()[0][rows]))
@@ -238,37 +247,51 @@ class DualCG(CG):
     """
 
     def prepare(self, fn: Map) -> LinearDual:
+        if isinstance(fn, LinearDual):
+            return fn
         primal = _linear(self, fn)
         if not isinstance(primal.base, ConvexMap):
             name = type(primal.base).__name__
             raise TypeError(f"DualCG needs a map that has a dual, such as that of a dense OptEq. Got {name} instead; CG does not.")
         base = primal.base
-        return LinearDual(primal, base.dual().G, base.sigma.root(base.hidden(primal.z)))
+        return LinearDual(base, base.dual().G, base.sigma.root(base.hidden(primal.z)), primal.g)
 
     def init(self, fn: Map, z0: Tensor) -> DualCGState:  # type: ignore[override]
         assert isinstance(fn, LinearDual)
-        g, evals = (fn.primal.g, 0) if is_zero(z0) else (fn(z0) - z0, 1)
+        g, evals = (fn.g, 0) if is_zero(z0) else (fn(z0) - z0, 1)
         size = norm(g)
         unit = torch.where(size > 0, size, torch.ones_like(size))
-        r = fn.root * fn.base.project(g / unit[:, None])
-        zeros, ones = torch.zeros_like(size), torch.ones_like(size)
+        r = fn.base.project(g / unit[:, None]).mul_(fn.root)
+        zeros, ones, rr = torch.zeros_like(size), torch.ones_like(size), dot(r, r)
         unit = torch.where(size > 0, unit, size)
+        products = {"rr": rr, "bx": zeros, "xx": zeros, "xp": zeros, "pp": rr}
         return DualCGState(
-            z0, evals + 1, g, torch.zeros_like(r), r, r.clone(), dot(r, r), zeros, unit, ones, norm(z0 + g), fn.base.mu, moved=False
-        )
+            z0, evals + 1, g, torch.zeros_like(r), r, r.clone(), **products, unit=unit, trust=ones, reach=norm(z0 + g),
+            mu=fn.base.mu, moved=False,
+        )  # fmt: skip
 
     def step(self, fn: Map, state: State) -> DualCGState:  # type: ignore[override]
         assert isinstance(fn, LinearDual)
         assert isinstance(state, DualCGState)
         x, r, p, rr = state.x, state.r, state.p, state.rr
-        q = product(p * fn.root, fn.G).mul_(fn.root).neg_().add_(p)
+        q = torch.addcmul(p, fn.root, product(fn.rooted(p), fn.G), value=-1)
         ratio = _ratio(rr, dot(p, q))
         length = ratio[:, None]
         x.addcmul_(length, p)
         r.addcmul_(length, q, value=-1)
         after = dot(r, r)
-        p.mul_(_ratio(after, rr)[:, None]).add_(r)
-        return replace(state, evals=state.evals + 1, rr=after, bx=state.bx + ratio * rr, moved=True)
+        share, reached = _ratio(after, rr), state.xp + ratio * state.pp  # <x, p> for the new x
+        torch.addcmul(r, share[:, None], p, out=p)
+        return replace(
+            state,
+            evals=state.evals + 1,
+            rr=after,
+            bx=state.bx + ratio * rr,
+            xx=state.xx + ratio * (state.xp + reached),
+            xp=share * reached,  # the new x is orthogonal to the new r
+            pp=after + share * share * state.pp,
+            moved=True,
+        )
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,13 @@ class Diagonal(Tree):
 
     step: float
     D: Tensor = per_sample()
-    scaled: Tensor = per_sample()  # D / (D + step (1 - D))
+    scaled: Tensor | None = per_sample()  # D / (D + step (1 - D)), if it is another
 
     @classmethod
     def of(cls, D: Tensor, step: float) -> Self:
         """Made ready for the steps to come."""
         scaled = D / torch.lerp(D, torch.ones_like(D), step)
-        return cls(step, D, D if torch.equal(D, scaled) else scaled)  # the slopes of ReLU, 0 and 1, stay what they are
+        return cls(step, D, None if torch.equal(D, scaled) else scaled)  # the slopes of ReLU, 0 and 1, stay what they are
 
     def __call__(self, p: Tensor) -> Tensor:
         return self.D * p
@@ -65,7 +65,7 @@ class Diagonal(Tree):
     def prox(self, v: Tensor, step: float) -> Tensor:
         """D v / (D + step (1 - D))."""
         assert step == self.step
-        return v * self.scaled
+        return v * (self.D if self.scaled is None else self.scaled)
 
 
 @dataclass(frozen=True)

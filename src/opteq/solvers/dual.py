@@ -119,10 +119,11 @@ def _modes(state: DualNewtonState, active: Tensor, fell: Tensor, stuck: Tensor) 
 def _newton_step(fn: DualForm, state: DualNewtonState, active: Tensor, forcing: float, inner_steps: int) -> tuple[Tensor, int]:
     """delta with (I - G D) delta = gap, D = diag(sigma'(a)), and the products it took; delta = gap for those not active.
 
-    With D^1/2 delta = w: (I - D^1/2 G D^1/2) w = D^1/2 gap, which CG solves, and delta = gap + G D^1/2 w. Samples that are done are
-    dropped when they are half of the work.
+    With D^1/2 delta = w: (I - D^1/2 G D^1/2) w = D^1/2 gap, which CG solves, and delta = gap + G D^1/2 w. r and p are D^1/2 times
+    something. Samples that are done are dropped when they are half of the work.
     """
-    G, root = fn.dual.G, fn.dual.sigma.root(state.a)
+    G, sigma = fn.dual.G, fn.dual.sigma
+    root = sigma.root(state.a)
     r = root * state.gap
     size = norm(r)
     live = active & (size > 0)
@@ -140,17 +141,17 @@ def _newton_step(fn: DualForm, state: DualNewtonState, active: Tensor, forcing: 
             r = r[kept]
             p = p[kept]
             rr, live, rows, found = rr[kept], live[kept], rows[kept], torch.zeros_like(r)
-        q = root * p
-        Gq = product(q, G)
+        Gp = product(p if sigma.binary else root * p, G)
         products += 1
-        curvature = dot(p, p) - q.mul_(Gq).sum(1)
-        del q
+        q = torch.addcmul(p, root, Gp, value=-1)
+        curvature = dot(p, q)
         live = live & (curvature > 0)
         length = torch.where(live, rr / curvature, 0)[:, None]
-        found.addcmul_(length, Gq)
-        r.addcmul_(length, p, value=-1).addcmul_(length, Gq.mul_(root))
+        found.addcmul_(length, Gp)
+        r.addcmul_(length, q, value=-1)
+        del Gp, q  # make room
         before, rr = rr, dot(r, r)
-        p.mul_(torch.where(live, rr / before, 0)[:, None]).add_(r)
+        torch.addcmul(r, torch.where(live, rr / before, 0)[:, None], p, out=p)
         live = live & (rr > forcing**2)
     found.mul_(unit[rows])
     return found.add_(state.gap) if delta is None else delta.index_add_(0, rows, found), products

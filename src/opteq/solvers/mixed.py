@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor
 
-from opteq.batch import is_zero, per_sample_like, sound_samples
+from opteq.batch import is_zero, nothing, per_sample_like, sound_samples
 from opteq.checks import check_instance, check_integer, check_number
 from opteq.linear import LinearizedMap
 from opteq.maps import Map
@@ -19,13 +19,27 @@ _COARSE = 1e-5  # the relative residual that float32 reaches with ease
 _FINE = 1e-9  # the tolerance from which a sample must have the same z alone and among others, to much less than this
 
 
+class Equation(Protocol):
+    """A linear equilibrium in float32, made ready, for one right-hand side after the other."""
+
+    def sourced(self, g: Tensor) -> Map:
+        """The same with another g."""
+
+
 @dataclass(frozen=True)
 class MixedMap(Map):
-    """A map in float64 and the same in float32."""
+    """A map in float64 and the same in float32; of a linear equation the latter without its g, made ready for a solver."""
 
     full: Map
     single: Map
     solver: Solver
+
+    @classmethod
+    def of(cls, fn: Map, solver: Solver, linear: Solver) -> Self:
+        if not isinstance(fn, LinearizedMap):
+            return cls(fn, fn.to(torch.float32), solver)
+        base, z, g = fn.base.to(torch.float32), fn.z.float(), nothing(fn.g, torch.float32)
+        return cls(fn, linear.prepare(LinearizedMap(base, fn.transposed, z, g)), solver)
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
@@ -50,11 +64,17 @@ class MixedMap(Map):
         """The float64 map as the solver wants it, for when float32 does not do."""
         return self.solver.prepare(self.full)
 
-    def correction(self, z: Tensor, g: Tensor) -> LinearizedMap:
+    def coarse(self) -> Map:
+        """All of it in float32."""
+        return self._equation(self.full.g.float()) if isinstance(self.full, LinearizedMap) else self.single
+
+    def correction(self, z: Tensor, g: Tensor) -> Map:
         """c = J c + g in float32, J the Jacobian at z."""
-        if isinstance(self.single, LinearizedMap):
-            return replace(self.single, g=g)
-        return LinearizedMap(self.single, False, z.float(), g)
+        linear = isinstance(self.full, LinearizedMap)
+        return self._equation(g) if linear else LinearizedMap(self.single, False, z.float(), g)
+
+    def _equation(self, g: Tensor) -> Map:
+        return cast(Equation, self.single).sourced(g)
 
 
 @dataclass(frozen=True)
@@ -122,7 +142,7 @@ class MixedPrecision(Solver):
         check_integer(self, "max_steps", self.max_steps, 1)
 
     def prepare(self, fn: Map) -> MixedMap:
-        return MixedMap(fn, fn.to(torch.float32), self.solver)
+        return MixedMap.of(fn, self.solver, self.linear)
 
     def init(self, fn: Map, z0: Tensor) -> ResidualState:
         """The solution in float32, and its residual in float64; z0 itself where float32 fails, or z0 is as good."""
@@ -134,8 +154,9 @@ class MixedPrecision(Solver):
             if fine.all():
                 return ResidualState(evals=1, **given)
         stop = Stop(rtol=max(_COARSE, 0.3 * self.rtol), max_steps=self.max_steps)
-        coarse = self.linear if isinstance(fn.single, LinearizedMap) else self.solver
-        found = solve_map(fn.single, z0.float(), coarse, stop, verified=False)
+        coarse = self.linear if isinstance(fn.full, LinearizedMap) else self.solver
+        start = nothing(z0, torch.float32) if given is None else z0.float()
+        found = solve_map(fn.coarse(), start, coarse, stop, verified=False)
         z = torch.where(per_sample_like(sound_samples(found.z) & ~fine, z0), found.z.to(z0.dtype), z0)
         return ResidualState(evals=found.evals + 1 + (given is not None), **residual_at(z, fn(z)))
 
@@ -156,23 +177,21 @@ class MixedPrecision(Solver):
     def _corrected(self, fn: MixedMap, state: ResidualState, far: Tensor) -> "ResidualState | FullState":
         """One correction of the samples that are far, kept where it helps; the solver in float64 where one does not."""
         move, evals = self._correction(fn, state, far)
-        z = move.add_(state.z)
+        z, evals = move.add_(state.z), state.evals + evals + 1
         found = residual_at(z, fn(z), fresh=fn.full.fresh)
-        helped = found["size"] <= 0.5 * state.size
-        if not helped.all():
-            fields = {name: torch.where(per_sample_like(helped, new), new, getattr(state, name)) for name, new in found.items()}
-        else:
-            fields = found
-        after = ResidualState(evals=state.evals + evals + 1, **fields)
-        if (far & ~helped & (state.size > self.rtol * state.scale)).any():
-            return FullState.of(self.solver.init(fn.prepared, after.z), after.evals)
-        return after
+        worse = far & ~(found["size"] <= 0.5 * state.size)
+        if not worse.any():
+            return ResidualState(evals=evals, **found)
+        z = torch.where(per_sample_like(worse, z), state.z, z)
+        if (worse & (state.size > self.rtol * state.scale)).any():
+            return FullState.of(self.solver.init(fn.prepared, z), evals)
+        return ResidualState(evals=evals + 1, **residual_at(z, fn(z), fresh=fn.full.fresh))
 
     def _correction(self, fn: MixedMap, state: ResidualState, far: Tensor) -> tuple[Tensor, int]:
-        """c for the samples that are not there yet, 0 for the others, and the evaluations it took."""
+        """c for the samples that are far, 0 for the others, written over the residual of the state; and what it took."""
         unit = torch.where(far & (state.size > 0), state.size, 1)
-        g = torch.where(per_sample_like(far, state.r), state.r / per_sample_like(unit, state.r), 0).float()
+        g = torch.where(per_sample_like(far, state.r), state.r, 0).div_(per_sample_like(unit, state.r)).float()
         stop = Stop(rtol=min(max(0.25 * self.rtol / _COARSE, _COARSE), 0.1), max_steps=self.max_steps)
-        found = solve_map(fn.correction(state.z, g), torch.zeros_like(g), self.linear, stop, verified=False)
-        move = torch.where(per_sample_like(sound_samples(found.z), g), found.z, 0).to(state.z.dtype)
-        return move.mul_(per_sample_like(unit, move)), found.evals
+        found = solve_map(fn.correction(state.z, g), nothing(g), self.linear, stop, verified=False)
+        move = torch.where(per_sample_like(sound_samples(found.z), g), found.z, 0)
+        return torch.mul(move, per_sample_like(unit, move), out=state.r), found.evals

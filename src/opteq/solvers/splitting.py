@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opteq.activations import Activation
-from opteq.batch import is_zero, norm
+from opteq.batch import is_zero, norm, nothing
 from opteq.checks import check_number, invalid
 from opteq.convex import raised
 from opteq.linear import GMRES, GMRESState, LinearizedMap
@@ -82,6 +82,19 @@ class SplitForm(Map):
         gap = value - s if _shares(value, p) else value.sub_(s)
         return norm(gap) * self.factor, scale
 
+    def sourced(self, g: Tensor) -> Self:
+        """The same adjoint or tangent with another g, not yet shifted."""
+        assert self.kind != "map"
+        adjoint = self.kind == "adjoint"
+        split = replace(self.split, u=g if adjoint else self.split.W(g))
+        return replace(self, split=split, shift=None, g=None if adjoint else g)
+
+    def shifted(self) -> Self:
+        """The same with what each reflection adds: 2 step (I + step (I - W))^-1 u = step (C u + u)."""
+        assert self.reflection is not None
+        u = self.split.u
+        return replace(self, shift=nothing(u) if is_zero(u) else self.reflection(u).add_(u).mul_(self.step))
+
     def first(self, z0: Tensor) -> tuple[Tensor, Tensor, int]:
         """s and p = W s + u at z0, and the products that they took."""
         s = self.enter(z0)
@@ -108,19 +121,14 @@ def _base(solver: Solver, fn: Map) -> SplitMap:
 def _form(fn: Map, base: SplitMap, step: float, reflection: Operator | None) -> SplitForm:
     """The map, adjoint or tangent made ready; `reflection` is that of the base."""
     if not isinstance(fn, LinearizedMap):
-        return SplitForm(base, "map", step, reflection, 1.0, _shift(reflection, base.u, step), None)
+        return SplitForm(base, "map", step, reflection, 1.0, None, None)
     diagonal = cast(Activation, Diagonal.of(base.sigma.derivative(base.hidden(fn.z)), step))  # it has what a split needs of one
     if not fn.transposed:
         split = replace(base, sigma=diagonal, u=base.W(fn.g))
-        return SplitForm(split, "tangent", step, reflection, 1.0, _shift(reflection, split.u, step), fn.g)
+        return SplitForm(split, "tangent", step, reflection, 1.0, None, fn.g)
     turned = None if reflection is None else Transposed(reflection)
     split = replace(base, W=Transposed(base.W), sigma=diagonal, u=fn.g)
-    return SplitForm(split, "adjoint", step, turned, base.norms()[1], _shift(turned, fn.g, step), None)
-
-
-def _shift(reflection: Operator | None, u: Tensor, step: float) -> Tensor | None:
-    """2 step (I + step (I - W))^-1 u = step (C u + u)."""
-    return None if reflection is None else reflection(u).add_(u).mul_(step)
+    return SplitForm(split, "adjoint", step, turned, base.norms()[1], None, None)
 
 
 @dataclass(frozen=True)
@@ -219,6 +227,7 @@ class ForwardBackward(Solver):
 class ReflectedState(SplitState):
     """s = prox(t). Both change in place."""
 
+    history: ClassVar[tuple[str, ...]] = ("s", "t")
     t: Tensor
 
 
@@ -246,6 +255,8 @@ class PeacemanRachford(Solver):
         _check_alpha(self, self.alpha)
 
     def prepare(self, fn: Map) -> SplitForm:
+        if isinstance(fn, SplitForm):
+            return fn.shifted()
         base = _base(self, fn)
         if not base.has_resolvent():
             raise TypeError(
@@ -255,7 +266,7 @@ class PeacemanRachford(Solver):
                 "but slowly where ||I - W|| is many times m."
             )
         step = base.resolved_step() if isinstance(self.alpha, str) else float(self.alpha)
-        return _form(fn, base, step, base.reflection(step))
+        return _form(fn, base, step, base.reflection(step)).shifted()
 
     def init(self, fn: Map, z0: Tensor) -> ReflectedState:
         assert isinstance(fn, SplitForm)
@@ -296,6 +307,8 @@ class SplitLinear(Solver):
     rtol: float
 
     def prepare(self, fn: Map) -> Map:
+        if isinstance(fn, SplitForm):
+            return PeacemanRachford().prepare(fn)
         base = _base(self, fn)
         noise = torch.finfo(base.u.dtype).eps * max(1.0, base.norms()[1]) / base.resolved_step()
         return fn if noise > self.rtol else PeacemanRachford().prepare(fn)
