@@ -8,8 +8,9 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from opteq.batch import added
 from opteq.checks import is_transformed
-from opteq.products import inverse, product
+from opteq.products import affine, inverse, product
 from opteq.tree import Tree
 
 __all__ = [
@@ -40,6 +41,14 @@ class Operator(Tree, ABC):
     @abstractmethod
     def adjoint(self, s: Tensor) -> Tensor:
         """W' s."""
+
+    def affine(self, u: Tensor, z: Tensor) -> Tensor:
+        """W z + u; operators that can do both at once override this."""
+        return added(self(z), u)
+
+    def adjoint_affine(self, u: Tensor, s: Tensor) -> Tensor:
+        """W' s + u, likewise."""
+        return added(self.adjoint(s), u)
 
     def resolvent(self, step: float, shape: Sequence[int]) -> "Operator":
         """(I + step (I - W))^-1 on samples of a shape, factorised once; TypeError where no factorisation is known."""
@@ -79,6 +88,12 @@ class Transposed(Operator):
     def adjoint(self, s: Tensor) -> Tensor:
         return self.W(s)
 
+    def affine(self, u: Tensor, z: Tensor) -> Tensor:
+        return self.W.adjoint_affine(u, z)
+
+    def adjoint_affine(self, u: Tensor, s: Tensor) -> Tensor:
+        return self.W.affine(u, s)
+
 
 @dataclass(frozen=True)
 class Dense(Operator):
@@ -91,6 +106,12 @@ class Dense(Operator):
 
     def adjoint(self, s: Tensor) -> Tensor:
         return product(s, self.W)
+
+    def affine(self, u: Tensor, z: Tensor) -> Tensor:
+        return affine(u, z, self.W.T) if z.ndim == 2 else super().affine(u, z)
+
+    def adjoint_affine(self, u: Tensor, s: Tensor) -> Tensor:
+        return affine(u, s, self.W) if s.ndim == 2 else super().adjoint_affine(u, s)
 
     def resolvent(self, step: float, shape: Sequence[int]) -> "Dense":
         """The inverse as a matrix, for I - W >= 0: one product is then as cheap as one with W."""

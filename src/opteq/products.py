@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from opteq.batch import added
 from opteq.checks import is_transformed
 
 __all__ = ["affine", "inverse", "linear", "product"]
@@ -21,23 +22,12 @@ _SMALL = 128  # the side of a matrix below which LAPACK inverts it faster
 
 def product(a: Tensor, B: Tensor) -> Tensor:
     """Rows a [batch, n] times B: a B."""
-    if not _quick(a, B):
-        return a @ B
-    if torch.is_grad_enabled() and (a.requires_grad or B.requires_grad):
-        out: Tensor = _Product.apply(a.view_as(a), B.view_as(B))  # type: ignore[no-untyped-call]
-        return out
-    return _onednn(a, B)
+    return _product(a, B) if _quick(a, B) else a @ B
 
 
 def affine(u: Tensor, a: Tensor, B: Tensor) -> Tensor:
-    """Rows u [batch, m] plus a B."""
-    if not _quick(a, B):
-        return torch.addmm(u, a, B)
-    derivatives = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (u, a, B))
-    if derivatives or u.dtype != a.dtype or not _plain(u) or not u.is_contiguous():
-        return product(a, B) + u
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(a.contiguous(), u, B.T, None, "add")
-    return out
+    """Rows u [batch, m] plus a B: oneDNN could do both at once, which takes longer than one after the other."""
+    return added(_product(a, B), u) if _quick(a, B) else torch.addmm(u, a, B)
 
 
 def linear(x: Tensor, W: Tensor, b: Tensor | None = None) -> Tensor:
@@ -77,6 +67,14 @@ def _inverse(A: Tensor) -> Tensor:
     out[half:, :half] = -product(last, left)
     out[half:, half:] = last
     return out
+
+
+def _product(a: Tensor, B: Tensor) -> Tensor:
+    """a B by oneDNN, with its derivatives."""
+    if torch.is_grad_enabled() and (a.requires_grad or B.requires_grad):
+        out: Tensor = _Product.apply(a.view_as(a), B.view_as(B))  # type: ignore[no-untyped-call]
+        return out
+    return _onednn(a, B)
 
 
 class _Product(torch.autograd.Function):

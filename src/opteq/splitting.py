@@ -10,8 +10,7 @@ from torch import Tensor
 from opteq.activations import Activation
 from opteq.batch import begins_at_zero, norm, per_sample_like
 from opteq.maps import Jacobian, Map
-from opteq.operators import Dense, Factors, Operator
-from opteq.products import affine
+from opteq.operators import Factors, Operator
 from opteq.tree import Tree, per_sample
 
 __all__ = ["ActivationMap", "Diagonal", "SplitMap"]
@@ -29,9 +28,7 @@ class ActivationMap(Map):
 
     def hidden(self, z: Tensor) -> Tensor:
         """W z + u."""
-        if isinstance(self.W, Dense):
-            return affine(self.u, z, self.W.W.T)
-        return self.W(z) + self.u
+        return self.W.affine(self.u, z)
 
     def __call__(self, z: Tensor) -> Tensor:
         return self.sigma.over(self.hidden(z))

@@ -73,7 +73,7 @@ class SplitForm(Map):
         """2 w - y, where w + step ((I - W) w - u) = y."""
         assert self.reflection is not None
         assert self.shift is not None
-        return self.reflection(y).add_(self.shift)
+        return self.reflection.affine(self.shift, y)
 
     def sizes(self, s: Tensor, p: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """(|f(z) - z|, |f(z)|), the second to within the first."""
@@ -93,7 +93,7 @@ class SplitForm(Map):
         """The same with what each reflection adds: 2 step (I + step (I - W))^-1 u = step (C u + u)."""
         assert self.reflection is not None
         u = self.split.u
-        return replace(self, shift=nothing(u) if is_zero(u) else self.reflection(u).add_(u).mul_(self.step))
+        return replace(self, shift=nothing(u) if is_zero(u) else self.reflection.affine(u, u).mul_(self.step))
 
     def first(self, z0: Tensor) -> tuple[Tensor, Tensor, int]:
         """s and p = W s + u at z0, and the products that they took."""
@@ -283,8 +283,8 @@ class PeacemanRachford(Solver):
         """
         assert isinstance(fn, SplitForm)
         assert isinstance(state, ReflectedState)
-        t = fn.reflect(torch.sub(state.s, state.t).add_(state.s))
-        w = state.t.neg_().add_(t).mul_(0.5).add_(state.s)
+        t = fn.reflect(torch.lerp(state.t, state.s, 2.0))
+        w = torch.add(state.s, torch.sub(t, state.t, out=state.t), alpha=0.5, out=state.t)
         p = torch.lerp(w, t, 1 / fn.step, out=state.s)
         z = fn.output(w, p)
         size, scale = fn.sizes(w, p, z)
