@@ -130,7 +130,7 @@ class _Loop:
         samples, device, self.eps = z0.shape[0], z0.device, torch.finfo(z0.dtype).eps
         self.fn, self.whole = solver.prepare(fn) if samples else fn, fn  # the first, made ready for the solver, loses samples
         self.solver, self.stop, self.z0, self.trace = solver, stop, z0, trace
-        self.aim, self.verified, self.last = aim, verified, last if evaluates(solver) else None
+        self.aim, self.verified, self.last = min(aim, solver.aim), verified, last if evaluates(solver) else None
         self.evals = 0  # evaluations made here, beside the solver's own
         # growth of |f(z)| that, with a residual that has not fallen, means divergence; and at which to give up at once
         self.far, self.too_far = max(1.0, 1 / max(stop.rtol, self.eps)), 1 / self.eps

@@ -33,6 +33,7 @@ class Solver(ABC):
     differentiable: ClassVar[bool] = False  # whether autograd can follow its steps
     estimates: ClassVar[bool] = False  # its states are not exact, so that f is evaluated once more at their candidates
     selective: ClassVar[bool] = False  # seeks one of several fixed points: takes every step, whatever the residual
+    aim: ClassVar[float] = 1.0  # the part of the tolerance that is gone on to, while the residual falls
     evaluates: ClassVar[bool] = False  # the last thing that a step does with f is to evaluate it at the iterates of the new state
 
     def prepare(self, fn: Map) -> Map:

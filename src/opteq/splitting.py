@@ -48,7 +48,7 @@ class Diagonal(Tree):
 
     step: float
     D: Tensor = per_sample()
-    scaled: Tensor | None = per_sample()  # D / (D + step (1 - D)), if it is another
+    scaled: Tensor | None = per_sample()  # the ratio, where it is not D
 
     @classmethod
     def of(cls, D: Tensor, step: float) -> Self:
@@ -62,7 +62,12 @@ class Diagonal(Tree):
     def prox(self, v: Tensor, step: float) -> Tensor:
         """D v / (D + step (1 - D))."""
         assert step == self.step
-        return v * (self.D if self.scaled is None else self.scaled)
+        return v * self.ratio
+
+    @property
+    def ratio(self) -> Tensor:
+        """D / (D + step (1 - D))."""
+        return self.D if self.scaled is None else self.scaled
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, Self, cast
+from typing import Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from opteq.solver import ResidualState, Solver, State, residual_at
 
 _COARSE = 1e-5  # the relative residual that float32 reaches with ease
 _FINE = 1e-9  # the tolerance from which a sample must have the same z alone and among others, to much less than this
+_LEAST = 1e-14  # what is then gone on to: rounding in float32, which depends on the batch, is not seen in it
 
 
+@runtime_checkable
 class Equation(Protocol):
     """A linear equilibrium in float32, made ready, for one right-hand side after the other."""
 
@@ -39,7 +41,9 @@ class MixedMap(Map):
         if not isinstance(fn, LinearizedMap):
             return cls(fn, fn.to(torch.float32), solver)
         base, z, g = fn.base.to(torch.float32), fn.z.float(), nothing(fn.g, torch.float32)
-        return cls(fn, linear.prepare(LinearizedMap(base, fn.transposed, z, g)), solver)
+        equation = LinearizedMap(base, fn.transposed, z, g)
+        ready = linear.prepare(equation)
+        return cls(fn, ready if isinstance(ready, Equation) else equation, solver)
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
@@ -141,6 +145,11 @@ class MixedPrecision(Solver):
         check_number(self, "rtol", self.rtol, 0.0)
         check_integer(self, "max_steps", self.max_steps, 1)
 
+    @property
+    def aim(self) -> float:  # type: ignore[override]
+        """At small tolerances a correction more, while it helps."""
+        return min(1.0, _LEAST / self.rtol) if 0 < self.rtol <= _FINE else 1.0
+
     def prepare(self, fn: Map) -> MixedMap:
         return MixedMap.of(fn, self.solver, self.linear)
 
@@ -157,7 +166,8 @@ class MixedPrecision(Solver):
         coarse = self.linear if isinstance(fn.full, LinearizedMap) else self.solver
         start = nothing(z0, torch.float32) if given is None else z0.float()
         found = solve_map(fn.coarse(), start, coarse, stop, verified=False)
-        z = torch.where(per_sample_like(sound_samples(found.z) & ~fine, z0), found.z.to(z0.dtype), z0)
+        better = sound_samples(found.z) & sound_samples(z0) & ~fine  # a z0 of NaN says that there is nothing to solve
+        z = torch.where(per_sample_like(better, z0), found.z.to(z0.dtype), z0)
         return ResidualState(evals=found.evals + 1 + (given is not None), **residual_at(z, fn(z)))
 
     def step(self, fn: Map, state: State) -> State:
@@ -165,14 +175,8 @@ class MixedPrecision(Solver):
         if isinstance(state, FullState):
             return FullState.of(self.solver.step(fn.prepared, state.inner))
         assert isinstance(state, ResidualState)
-        far = state.size > self.rtol * state.scale
-        far = far if far.any() else state.size > 0  # the loop wants more, or it would not ask
-        for _ in range(2 if self.rtol <= _FINE else 1):  # rounding in float32 depends on the batch: let it not be seen
-            after = self._corrected(fn, state, far)
-            if isinstance(after, FullState):
-                return after
-            state = after
-        return state
+        far = state.size > (0 if self.aim < 1 else self.rtol) * state.scale
+        return self._corrected(fn, state, far if far.any() else state.size > 0)  # the loop wants more, or it would not ask
 
     def _corrected(self, fn: MixedMap, state: ResidualState, far: Tensor) -> "ResidualState | FullState":
         """One correction of the samples that are far, kept where it helps; the solver in float64 where one does not."""

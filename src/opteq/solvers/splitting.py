@@ -65,8 +65,11 @@ class SplitForm(Map):
             return s
         return p if self.kind == "adjoint" else s + self._g()
 
-    def prox(self, v: Tensor) -> Tensor:
-        """prox_{step h}(v)."""
+    def prox(self, v: Tensor, spare: Tensor | None = None) -> Tensor:
+        """prox_{step h}(v), for an adjoint or a tangent written over a spare tensor."""
+        sigma = cast(Activation | Diagonal, self.split.sigma)
+        if spare is not None and isinstance(sigma, Diagonal):
+            return torch.mul(v, sigma.ratio, out=spare)
         return self.split.prox(v, self.step)
 
     def reflect(self, y: Tensor) -> Tensor:
@@ -75,9 +78,12 @@ class SplitForm(Map):
         assert self.shift is not None
         return self.reflection.affine(self.shift, y)
 
-    def sizes(self, s: Tensor, p: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """(|f(z) - z|, |f(z)|), the second to within the first."""
-        value = self.split.sigma(p)
+    def sizes(self, s: Tensor, p: Tensor, z: Tensor, *, spare: bool = False) -> tuple[Tensor, Tensor]:
+        """(|f(z) - z|, |f(z)|), the second to within the first. `spare`: s of an adjoint or a tangent may be written over."""
+        sigma = cast(Activation | Diagonal, self.split.sigma)
+        if spare and isinstance(sigma, Diagonal):
+            return norm(s.neg_().addcmul_(sigma.D, p)) * self.factor, norm(z)
+        value = sigma(p)
         scale = norm(value if self.kind == "map" else z)
         gap = value - s if _shares(value, p) else value.sub_(s)
         return norm(gap) * self.factor, scale
@@ -195,6 +201,8 @@ class ForwardBackward(Solver):
         _check_alpha(self, self.alpha)
 
     def prepare(self, fn: Map) -> SplitForm:
+        if isinstance(fn, SplitForm):
+            return fn
         base = _base(self, fn)
         return _form(fn, base, base.forward_step() if isinstance(self.alpha, str) else float(self.alpha), None)
 
@@ -283,12 +291,13 @@ class PeacemanRachford(Solver):
         """
         assert isinstance(fn, SplitForm)
         assert isinstance(state, ReflectedState)
-        t = fn.reflect(torch.lerp(state.t, state.s, 2.0))
-        w = torch.add(state.s, torch.sub(t, state.t, out=state.t), alpha=0.5, out=state.t)
-        p = torch.lerp(w, t, 1 / fn.step, out=state.s)
+        y = torch.lerp(state.t, state.s, 2.0, out=state.s)
+        t = fn.reflect(y)
+        w = torch.lerp(y, t, 0.5, out=state.t)
+        p = torch.lerp(w, t, 1 / fn.step, out=y)
         z = fn.output(w, p)
-        size, scale = fn.sizes(w, p, z)
-        return ReflectedState(z, state.evals + 1, _apart(fn.prox(t), t), size, scale, state.trust, t)
+        size, scale = fn.sizes(w, p, z, spare=True)
+        return ReflectedState(z, state.evals + 1, _apart(fn.prox(t, spare=w), t), size, scale, state.trust, t)
 
 
 def _apart(s: Tensor, t: Tensor) -> Tensor:
