@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance import Log, TanhMap, check_honest, distance, residual, rows_of, uneven_tanh
-from opteq import Map, Solver, Status, Stop, per_sample, solve
-from opteq.cells import OptEq
+from opteq import Equilibrium, Map, Solver, Status, Stop, per_sample, solve
+from opteq.cells import Monotone, OptEq
+from opteq.gradients import Implicit
 from opteq.linear import CG, GMRES, DualCG, LinearizedMap, Neumann, linear_solver
 from opteq.solve import CallableMap, Jacobian
 from opteq.solvers import Anderson, Broyden, Newton, Picard
@@ -320,6 +321,15 @@ def test_cg_does_not_move_along_negative_curvature(max_steps: int) -> None:
     assert not found.converged.any()
     assert torch.equal(found.z, zeros(g))
     assert found.residual.tolist() == [1, 1]
+
+
+def test_newton_solves_an_adjoint_of_samples_that_end_at_different_steps() -> None:
+    torch.manual_seed(0)
+    cell, x = Monotone(4, 8, activation="tanh").double(), torch.randn(16, 4, dtype=torch.float64)
+    x *= torch.logspace(-2, 2, 16, dtype=torch.float64)[:, None]  # the Jacobians of some are nearly zero
+    layers = [Equilibrium(cell, gradient=Implicit(linear=linear), on_failure="raise") for linear in (Newton(), None)]
+    found, exact = (torch.autograd.grad(layer(x).square().sum(), cell.B)[0] for layer in layers)
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
 
 
 def test_cg_reports_no_success_on_indefinite_systems_and_solves_the_definite_samples() -> None:

@@ -17,7 +17,7 @@ from opteq.convex import ConvexMap, raised
 from opteq.maps import Jacobian, Map
 from opteq.products import product
 from opteq.solver import Solver, State
-from opteq.tree import per_sample
+from opteq.tree import Replace, per_sample
 
 __all__ = ["CG", "GMRES", "DualCG", "LinearizedMap", "Neumann", "linear_solver"]
 
@@ -57,8 +57,12 @@ class LinearizedMap(Map):
         """J, linearised once however many products follow."""
         return self.base.linearize(self.z) if self.known is None else self.known
 
-    def select(self, rows: Tensor) -> Self:
-        return replace(super().select(rows), known=None)
+    def replace_leaves(self, replace: Replace) -> Self:
+        """The same map with each tensor exchanged, which forgets the J that is known unless z stays where it is."""
+        other = super().replace_leaves(replace)
+        if self.known is not None and not (isinstance(other.z, Tensor) and other.z.is_set_to(self.z)):
+            object.__setattr__(other, "known", None)
+        return other
 
     def to(self, dtype: torch.dtype) -> Self:
         return replace(self, base=self.base.to(dtype), z=self.z.to(dtype), g=self.g.to(dtype), known=None)
