@@ -1,13 +1,15 @@
 """Mixed precision: float64 results from steps in float32, and float64 steps where these do not do."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from opteq import Equilibrium, Stop, solve
+from opteq import Equilibrium, Map, Stop, solve
 from opteq.cells import GaussianDEQ, Monotone, OptEq
 from opteq.gradients import Implicit, default_linear, default_solver, in_mixed_precision
 from opteq.linear import GMRES, LinearizedMap
-from opteq.solvers import Anderson, MixedPrecision
+from opteq.solvers import Anderson, ForwardBackward, MixedPrecision, Newton, PeacemanRachford, Picard
 from opteq.solvers.mixed import MixedMap
 
 CELLS = {
@@ -116,6 +118,51 @@ def test_tangents_are_the_transposes_of_adjoints(make):
     tangent = torch.func.jvp(layer, (x,), (v,))[1]
     (adjoint,) = torch.func.vjp(layer, x)[1](g)
     assert abs((tangent * g).sum() - (adjoint * v).sum()) < 1e-8 * tangent.norm() * g.norm()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_nonfinite_sample_is_set_aside_and_has_no_part_in_the_gradient(cell, bad):
+    x = torch.randn(5, 7, dtype=torch.float64)
+    layer = Equilibrium(cell, mixed(cell.bind(x), 1e-8), Stop(rtol=1e-8), on_failure="ignore")
+    parameters, others = list(cell.parameters()), [0, 1, 3, 4]
+    exact = torch.autograd.grad(layer(x[others]).square().sum(), parameters)
+    x[2, 3] = bad
+    found = layer.solve(x)
+    assert [status.name for status in found.statuses] == ["CONVERGED"] * 2 + ["NONFINITE"] + ["CONVERGED"] * 2
+    for one, other in zip(torch.autograd.grad(found.z.square().sum(), parameters), exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+@dataclass(frozen=True)
+class Ready(Map):
+    """What a solver of somebody else's prepares."""
+
+    fn: Map
+
+    def __call__(self, z):
+        return self.fn(z)
+
+
+class Prepares(Picard):
+    def prepare(self, fn):
+        assert isinstance(fn, LinearizedMap)
+        return Ready(fn)
+
+
+@pytest.mark.parametrize(
+    "linear", [ForwardBackward(alpha=0.3), PeacemanRachford(), Newton(), Prepares()], ids=lambda s: type(s).__name__
+)
+def test_any_solver_of_linear_equations_makes_the_corrections_of_an_adjoint(linear):
+    torch.manual_seed(0)
+    cell, x = Monotone(7, 30, m=0.5).double(), torch.randn(16, 7, dtype=torch.float64)
+    with torch.no_grad():
+        cell.A *= 0.5
+        cell.B *= 0.5
+    scales = torch.logspace(-3, 3, 16, dtype=torch.float64)[:, None]  # so that samples end at different steps
+    gradient = Implicit(linear=MixedPrecision(GMRES(), linear, 1e-10))
+    layers = [Equilibrium(cell, stop=Stop(rtol=1e-9), gradient=g, on_failure="raise") for g in (gradient, Implicit())]
+    found, exact = (torch.autograd.grad((layer(x) * scales).square().sum(), cell.B)[0] for layer in layers)
+    torch.testing.assert_close(found, exact, rtol=1e-7, atol=1e-7 * float(exact.abs().max()))
 
 
 def test_it_is_the_default_for_large_weights_in_float64_only():
