@@ -611,6 +611,24 @@ def test_a_plain_backward_pass_evaluates_f_at_most_once_and_one_that_is_differen
     assert found[True].requires_grad
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a: Tensor) -> Tensor:
+        return 2 * a
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+def test_the_graph_of_an_f_that_ends_in_a_function_in_python_outlives_its_value() -> None:
+    x = randn(1, 4, seed=1).requires_grad_()
+    z = tight(FunctionCell(lambda z, x: Doubled.apply(0.2 * z + x), (4,)), solver=Picard())(x)
+    gc.collect()
+    assert not isinstance(z.grad_fn.tape.value.node, torch._C._FunctionBase)  # which PyTorch before 2.9 does not keep
+    torch.testing.assert_close(torch.autograd.grad(z.sum(), x)[0], torch.full_like(x, 2 / 0.6))
+
+
 def test_the_graph_of_the_last_evaluation_serves_as_often_as_the_caller_wants_and_is_let_go_then():
     f, x, g = Counted([]), randn(1, 4, seed=1).requires_grad_(), randn(1, 4, seed=2)
     z = tight(FunctionCell(f, (4,)), gradient=Implicit(stop=TIGHT))(x)

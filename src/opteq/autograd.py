@@ -92,13 +92,18 @@ class Tape:
         with torch.enable_grad():
             self.point = z.detach().requires_grad_()
             value = self.fn(self.point)
-        check_tensor(value)
-        self.value = get_gradient_edge(value) if value.requires_grad else None
+            check_tensor(value)
+            self.value = _place(value) if value.requires_grad else None
         return value.detach()
 
     def is_at(self, z: Tensor) -> bool:
         """Whether it was evaluated last at z, and may be differentiated there."""
         return self.value is not None and torch.equal(cast(Tensor, self.point), z)
+
+
+def _place(value: Tensor) -> GradientEdge:
+    """Where a view of a tensor is in the graph: before PyTorch 2.9 the node of a Function in Python dies with the tensor itself."""
+    return get_gradient_edge(value.view_as(value))
 
 
 def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = None) -> tuple[Solution, Record]:
@@ -275,7 +280,7 @@ def _adjoint(
     def value() -> GradientEdge:
         if not graph:
             with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
-                graph.append(get_gradient_edge(partial(*chosen)))
+                graph.append(_place(partial(*chosen)))
         return graph[0]
 
     def vjp(v: Tensor) -> Tensor:
