@@ -188,9 +188,9 @@ class LinearDual(Map):
         """The same with another g."""
         return replace(self, g=g)
 
-    def rooted(self, s: Tensor) -> Tensor:
-        """D^1/2 s for an s that is D^1/2 times something."""
-        return s if self.base.sigma.binary else s * self.root
+    def rooted(self, s: Tensor, rows: Tensor | None = None) -> Tensor:
+        """D^1/2 s for an s, of some samples or of all, that is D^1/2 times something."""
+        return s if self.base.sigma.binary else s * (self.root if rows is None else self.root[rows])
 
     def __call__(self, v: Tensor) -> Tensor:
         """J v + g, without linearising once more."""
@@ -226,7 +226,7 @@ class DualCGState(State):
         assert isinstance(fn, LinearDual)
         if rows is None:
             return fn.base.lift(fn.rooted(self.x)).mul_(self.unit[:, None]).add_(self.g).div_(fn.base.alpha).add_(self.z)
-        step = fn.base.lift(fn.select(rows).rooted(self.x[rows])).mul_(self.unit[rows, None])
+        step = fn.base.lift(fn.rooted(self.x[rows], rows)).mul_(self.unit[rows, None])
         return step.add_(self.g[rows]).div_(fn.base.alpha).add_(self.z[rows])
 
     def estimate(self) -> tuple[Tensor, Tensor]:
