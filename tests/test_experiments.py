@@ -1,4 +1,4 @@
-"""The experiments: at smoke size they show their claims, and what lies in results/ says so at full size."""
+"""What all experiments share: names, options, files, claims, measures; and `opteq_theorems`, whose claims show at every size."""
 
 import json
 import math
@@ -96,7 +96,7 @@ def test_bad_options(options, error, words):
 def test_an_unknown_name_suggests_the_nearest(name, near):
     with pytest.raises(ValueError, match=f"Did you mean '{near}'"):
         experiments.load(name)
-    with pytest.raises(ValueError, match=r"must be one of .*opteq_theorems, .*Got 'qqq' instead\.$"):
+    with pytest.raises(ValueError, match=r"^The name of an experiment must be one of .*opteq_theorems, .*Got 'qqq' instead\.$"):
         experiments.run("qqq", Options())
 
 
@@ -181,7 +181,8 @@ def write_status(folder, preset, failed=None):
 def test_the_result_of_a_larger_preset_is_not_replaced(tmp_path, monkeypatch):
     write_status(tmp_path, "small")
     monkeypatch.setattr(opteq_theorems, "run", None)
-    with pytest.raises(ValueError, match=r"another folder: .*opteq_theorems\.json has the result of the larger preset small"):
+    words = r"'out' parameter of Options must be another folder: .*opteq_theorems\.json has the result of the larger preset small"
+    with pytest.raises(ValueError, match=words):
         experiments.run("opteq_theorems", Options("smoke", out=tmp_path))
 
 

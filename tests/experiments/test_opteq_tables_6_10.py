@@ -1,4 +1,4 @@
-"""Tables 6, 7, 9 and 10 of the OptEq paper: their networks and cells against what is known of them, and their judges."""
+"""Tables 6 to 10 of the OptEq paper: their networks and cells against what is known of them, and their judges."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from torch import nn
 from opteq import Equilibrium, Stop, data, models
 from opteq.experiments import _images as images
 from opteq.experiments import opteq_table6_7 as table67
+from opteq.experiments import opteq_table8 as table8
 from opteq.experiments import opteq_table9 as table9
 from opteq.experiments import opteq_table10 as table10
 from opteq.experiments._harness import Options, as_json
@@ -17,6 +18,7 @@ from opteq.gradients import Unrolled
 from opteq.grids import Outcome
 from opteq.models import count_parameters
 from opteq.recipes import Data, OpteqSmall
+from opteq.training import set_mode
 
 NAN = float("nan")
 
@@ -32,6 +34,63 @@ def tiny(**settings):
 
 def batch():
     return torch.randn(3, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def stub(monkeypatch, experiment, result):
+    """Put results in the place of cells; the settings that they were asked for, by name."""
+    asked = {}
+
+    def grid(name, function, cells, options):
+        asked.update(cells)
+        return {cell: Outcome(cell, result(cell), None, 1.0, cached=False) for cell in cells}
+
+    monkeypatch.setattr(experiment, "grid", grid)
+    return asked
+
+
+# --- table 8 --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_depth_of_equal_residual_is_the_least_that_gets_as_far():
+    model, found = tiny(), []
+    depth = table8.depth_for(model, batch(), 1e-4)
+    for steps in (depth - 1, depth):
+        set_mode(model, "unrolled", steps)
+        found.append(table8.residual(model, batch()))
+    assert found[1] <= 1e-4 < found[0]
+    assert table8.depth_for(model, batch(), 0.0, most=3) == 3
+
+
+def rows_of_table_8(name=None, **numbers):
+    """The paper's numbers, and bytes for which it claims nothing; those of one row changed."""
+    keys = ("accuracy", "inference", "backward", "residual")
+    rows = {row: {**dict(zip(keys, printed, strict=True)), "bytes": 10.0} for row, printed in table8.PAPER.items()}
+    if name is not None:
+        rows[name] |= numbers
+    return rows
+
+
+SAME = {name: {"implicit_seconds": 1.0, "unrolled_seconds": 1.0} for name in table8.IMPLICIT}
+
+
+@pytest.mark.parametrize(
+    ("rows", "equal", "expected"),
+    [
+        (rows_of_table_8(), SAME, set()),
+        (rows_of_table_8("K = 20", accuracy=87.0), SAME, {"accuracy"}),
+        (rows_of_table_8("implicit, 1e-3", accuracy=86.0), SAME, {"implicit_accuracy"}),
+        (rows_of_table_8("K = 40", residual=5e-4), SAME, {"residual"}),
+        (rows_of_table_8("implicit, 1e-2", residual=1.1e-2), SAME, {"residual"}),
+        (rows_of_table_8("K = 5", residual=0.0), SAME, {"residual"}),
+        (rows_of_table_8("K = 10", backward=1.7), SAME, {"time"}),
+        (rows_of_table_8("implicit, 1e-3", bytes=10.6), SAME, {"memory"}),
+        (rows_of_table_8(), SAME | {"implicit, 1e-2": {"implicit_seconds": 1.2, "unrolled_seconds": 1.0}}, {"equal_residual"}),
+        ({}, {}, set(table8.CLAIMS)),
+    ],
+)
+def test_the_papers_own_numbers_show_its_claims_on_unrolling_and_others_do_not(rows, equal, expected):
+    found = table8.judge(table8.PRESETS["paper"], rows, equal)
+    assert {name for name, measured in found.items() if not shown(measured)} == expected
 
 
 # --- table 9 --------------------------------------------------------------------------------------------------------------------
@@ -91,21 +150,6 @@ def test_a_speed_that_is_not_known_shows_nothing(name):
     assert not shown(table9.judge(rows)["explicit"])
 
 
-TESTS = [f"test_{key}" for key in table10.SCORES]
-
-
-def stub(monkeypatch, experiment, result):
-    """Put results in the place of cells; the settings that they were asked for, by name."""
-    asked = {}
-
-    def grid(name, function, cells, options):
-        asked.update(cells)
-        return {cell: Outcome(cell, result(cell), None, 1.0, cached=False) for cell in cells}
-
-    monkeypatch.setattr(experiment, "grid", grid)
-    return asked
-
-
 # --- table 10 -------------------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +200,8 @@ def test_cells_that_failed_or_diverged_are_gaps_in_tables_and_figure(monkeypatch
 def test_a_seed_that_diverged_leaves_what_the_other_has(monkeypatch):
     done = {"parameters": 7, "seconds": 1.0, "curves": {"epoch": [1, 2], "valid_miou": [0.1, None], "train_loss": [2.0, 1.0]}}
     monkeypatch.setattr(table10, "images", lambda config, options: Data())
-    asked = stub(monkeypatch, table10, lambda name: done | dict.fromkeys(TESTS, 0.5) if "seed4" in name else {"diverged": "early"})
+    done |= {f"test_{key}": 0.5 for key in table10.SCORES}
+    asked = stub(monkeypatch, table10, lambda name: done if "seed4" in name else {"diverged": "early"})
     found = json.loads(as_json(table10.run(Options("small", seed=3))))
     assert {settings["recipe"]["train"]["seed"] for name, settings in asked.items() if name.endswith("seed4")} == {4}
     assert found["series"]["scores"]["FCN"]["miou"] == [None, 50.0]

@@ -181,11 +181,11 @@ def test_a_plateau_is_one_minimum_and_losses_above_guessing_are_no_region():
 
 
 def test_losses_are_rounded_for_the_file_only():
-    thin = _thesis.thinned({"a": surface(0.7), "b": None, "c": surface() | {"lines": [[None, 0.123456]]}})
+    thin = _thesis.thinned({"a": surface(0.7), "b": None, "c": surface() | {"lines": [[None, NAN, 0.123456]]}})
     assert thin["a"]["loss"][0][1] == float(f"{surface(0.7)['loss'][0][1]:.4g}")
+    assert thin["a"]["axis"] == surface()["axis"]
     assert thin["b"] is None
-    assert math.isnan(thin["c"]["lines"][0][0])
-    assert thin["c"]["lines"][0][1] == 0.1235
+    assert thin["c"]["lines"] == [[None, None, 0.1235]]
 
 
 def failed(loss):

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 __all__ = [
-    "CLEAR", "Measured", "at_least", "at_most", "claim", "clear_gain", "column", "curve", "gain", "judged", "mean_error", "ratios",
-    "untestable", "verdict", "within",
+    "CLEAR", "Measured", "at_least", "at_most", "claim", "clear_gain", "clearness", "column", "curve", "gain", "judged",
+    "mean_error", "ratios", "untestable", "verdict", "within",
 ]  # fmt: skip
 
 CLEAR = 2.0  # standard errors that an effect must exceed
@@ -77,10 +77,15 @@ def gain(high: Sequence[float | None], low: Sequence[float | None]) -> tuple[flo
     return mean_error([None if a is None or b is None else a - b for a, b in zip(high, low, strict=True)])
 
 
+def clearness(high: Sequence[float | None], low: Sequence[float | None]) -> float:
+    """The gain of the first over the second in standard errors; NaN for one seed, which has no error."""
+    mean, error = gain(high, low)
+    return mean / error if error else float("nan")
+
+
 def clear_gain(*pairs: tuple[Sequence[float | None], Sequence[float | None]]) -> dict[str, Any]:
-    """The least of the gains of the first over the second, in standard errors, which must reach 2; one seed has no error."""
-    gains = [gain(high, low) for high, low in pairs]
-    return at_least([mean / error if error else float("nan") for mean, error in gains], CLEAR)
+    """The least of the gains of the first over the second, in standard errors, which must reach 2."""
+    return at_least([clearness(high, low) for high, low in pairs], CLEAR)
 
 
 def ratios(values: Sequence[float]) -> list[float]:

@@ -38,7 +38,7 @@ class Options:
     """What the user chooses when an experiment is run."""
 
     preset: Preset = "small"
-    """How large: smoke takes seconds, small up to half an hour on two cores (3 hours with CIFAR-10); paper, as published."""
+    """How large: smoke takes seconds, small up to an hour on two cores (3 hours with CIFAR-10); paper, as published."""
     seed: int = 0
     """Of every random number; an experiment of several seeds takes this one and the next."""
     out: Path = Path("results")
@@ -178,7 +178,7 @@ def load(name: str) -> Experiment:
     if name not in names():
         near = difflib.get_close_matches(str(name), names(), 1, 0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(invalid("load", "name", f"one of {', '.join(names())}", name) + hint)
+        raise ValueError(f"The name of an experiment must be one of {', '.join(names())}. Got {name!r} instead.{hint}")
     return cast(Experiment, import_module(f"{__package__}.{name}"))
 
 
@@ -190,9 +190,8 @@ def run(name: str, options: Options) -> int:
     experiment, begun, path = load(name), time.perf_counter(), options.out / f"{name}.json"
     known = status(name, options.out)
     if known.preset in get_args(Preset) and _rank(known.preset) > _rank(options.preset):
-        raise ValueError(
-            invalid("run", "out", f"another folder: {path} has the result of the larger preset {known.preset}", options.out)
-        )
+        expected = f"another folder: {path} has the result of the larger preset {known.preset}"
+        raise ValueError(invalid(options, "out", expected, str(options.out)))
     result = experiment.run(options)
     computed = sum(result["cell_seconds"].values())  # cells that were found finished count with the time that they took
     result["seconds"] = round(max(time.perf_counter() - begun, computed), 1)

@@ -18,8 +18,8 @@ _HEAD = """# Reproduction
 
 What this package measured of every table and figure of the papers, on the machine that each section names. This page is generated
 by `opteq experiment page` from the files in `results/`; a test fails if they differ. Each section says what the experiment is,
-gives the claims of the paper (and some of ours: about sizes and times, and those that begin with "beyond the paper"), what was
-measured for them, and the verdict:
+gives the claims of the paper (and some of ours, such as those about sizes and times, and those that begin with "beyond the paper"),
+what was measured for them, and the verdict:
 
 - **shown**: everything that was measured meets its threshold;
 - **not shown**: something does not, and the reason as far as it is known;

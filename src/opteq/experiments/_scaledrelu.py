@@ -32,7 +32,7 @@ from opteq.products import affine, product
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Network", "draw_row", "end", "forward_iterations", "settings", "shown", "train"]
+__all__ = ["Network", "absent", "draw_row", "end", "forward_iterations", "settings", "shown", "train"]
 
 MOST = 300  # iterations of a solve of the training
 LIMIT, CHANGE = 100, 1e-2  # of the paper: the iterations of a forward pass, and the |Z_{l+1} - Z_l| at which it ends
@@ -187,6 +187,12 @@ def forward_iterations(network: Network, x: Tensor) -> tuple[int, int]:
 def end(losses: Sequence[float]) -> float:
     """The median of the last tenth: near the largest stable step a single loss may be one of those that go up."""
     return float(np.median(losses[-max(1, len(losses) // 10) :]))
+
+
+def absent(wanted: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """A note on the data sets that were not found, if there are any."""
+    missing = [name for name in wanted if name not in chosen]
+    return [f"Data sets that were not found: {', '.join(missing)}."] if missing else []
 
 
 def shown(values: Sequence[float]) -> str:

@@ -16,7 +16,7 @@ from opteq.diagnostics.drawing import COLOURS
 from opteq.diagnostics.landscape_figure import LEVELS
 from opteq.experiments import _training
 from opteq.experiments._claims import mean_error
-from opteq.experiments._harness import Options, Series, grid
+from opteq.experiments._harness import Options, Series, grid, rounded
 from opteq.grids import Outcome
 from opteq.recipes import Recipe, load_model, sample
 from opteq.training import TrainConfig
@@ -83,11 +83,7 @@ def surfaces(name: str, recipes: Mapping[str, Recipe], looking: dict[str, Any], 
 
 def thinned(series: Series) -> Series:
     """Surfaces for the result file, their losses to 4 digits: a plane is long. Measure them before."""
-    short = np.vectorize(lambda value: float(f"{value:.4g}"), otypes=[float])
-    return {
-        name: one and {**one, "loss": short(matrix(one["loss"])).tolist(), "lines": short(matrix(one["lines"])).tolist()}
-        for name, one in series.items()
-    }
+    return {name: one and {**one, **{part: rounded(one[part], 4) for part in ("loss", "lines")}} for name, one in series.items()}
 
 
 # --- measures -------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ Its proofs are in terms of G. That H / m has a limit, too, and which (`theory.ta
 it is compared with that limit and the part of U, which vanishes like d / m.
 
 It prints no numbers. Run `python -m opteq.experiments.gaussian_gram --preset small --data-dir DATA`. Each data set at each width is
-one cell of a grid, of several draws of the weights. The data are those of the paper's Section 5, n = 100 of the 1000 samples.
+one cell of a grid, of several draws of the weights; the layers are those of the first draw. The data are those of the paper's
+Section 5, of whose 1000 samples `small` takes n = 100.
 """
 
 from collections.abc import Mapping, Sequence

@@ -30,7 +30,7 @@ from opteq.diagnostics import Trajectory, residual_curve, trajectory
 from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.equilibrium import Equilibrium
 from opteq.experiments._claims import Measured, at_least, at_most, column, judged, mean_error
-from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
+from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, rounded, table
 from opteq.models import Classifier, residual_deq
 from opteq.solvers import Anderson, Picard
 
@@ -175,7 +175,7 @@ def norms(v: Tensor) -> Tensor:
 
 def points(paths: Trajectory) -> list[list[list[float]]]:
     """The paths in their two components, [sample][step], without what comes after their end."""
-    return [[[float(f"{value:.4g}") for value in point] for point in path[path[:, 0].isfinite()]] for path in paths.points[0]]
+    return [rounded(path[path[:, 0].isfinite()].tolist(), 4) for path in paths.points[0]]
 
 
 # --- the grid and its claims ----------------------------------------------------------------------------------------------------

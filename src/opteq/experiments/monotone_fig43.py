@@ -33,7 +33,7 @@ from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.equilibrium import Equilibrium, observe
 from opteq.experiments import _training
 from opteq.experiments._claims import Measured, at_least, column, judged
-from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
+from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, rounded, table
 from opteq.experiments._thesis import adam
 from opteq.recipes import Data, Recipe, Residual, Solve, load_stages, sample
 
@@ -159,7 +159,7 @@ def scatter(z: Tensor, labels: Tensor) -> float:
 
 def points(stage: Tensor) -> list[list[list[float]]]:
     """The paths of a stage, [sample][step], without what comes after their end."""
-    return [[[float(f"{value:.3g}") for value in point] for point in path[path[:, 0].isfinite()]] for path in stage]
+    return [rounded(path[path[:, 0].isfinite()].tolist(), 3) for path in stage]
 
 
 # --- the claims -----------------------------------------------------------------------------------------------------------------

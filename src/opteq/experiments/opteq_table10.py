@@ -149,7 +149,7 @@ def score(result: Mapping[str, Any] | None, key: str) -> float:
 
 
 def curves(result: Mapping[str, Any] | None) -> dict[str, list[float]]:
-    """What the figure draws of a training; empty where it failed."""
+    """What the result keeps of a training, epoch by epoch; empty where it failed."""
     known = (result or {}).get("curves", {})
     return {name: column(known, name) for name in ("epoch", "valid_miou", "train_loss", "solver_steps") if name in known}
 

@@ -188,7 +188,8 @@ def run(options: Options) -> Result:
         "Learned alphas of OptEq-Small": alpha_table(rows),
     }
     notes = [
-        "Imagenette64 in the place of ImageNet. OptEq-Small with learned alphas, OptEq-Middle with alpha = 0.8.",
+        *([] if config.data == "imagenet" else ["Imagenette64 in the place of ImageNet."]),
+        "OptEq-Small with learned alphas, OptEq-Middle with alpha = 0.8.",
         "One seed: the order of the accuracies has no estimate of its error.",
     ]
     series = {"sizes": counted, "shapes": paths, "rows": rows}
@@ -197,7 +198,7 @@ def run(options: Options) -> Result:
 
 
 def images(config: Config, options: Options) -> Data:
-    """Imagenette64; the smoke preset makes such files of digits."""
+    """The data set of the preset; that of smoke has files like Imagenette64's, made of digits."""
     if config.data == "digits":
         root = digit_classes(folder(NAME, options).absolute() / "data", side=config.side, count=config.batch)
         return Data("imagenette64", root, size=config.side)

@@ -7,11 +7,12 @@ next, and implicit differentiation is comparable to MDEQ's where OptEq has raw c
 The networks are OptEq-Small with an extractor of three stages, which has the printed size (see `opteq_table6_7`); the same with raw
 3 x 3 convolutions, as wide as its number of parameters allows; MDEQ-small; an MDEQ of one resolution with as many parameters (the
 paper does not say how wide its single branch is); and ResNet-50. The tolerance is not in the paper's text: here 1e-3, in at most 20
-steps of Broyden's method, forward and backward. Weights are those that training begins with, where OptEq's equilibria take very few
-steps: the best case for implicit differentiation. "all steps" makes all 20 whatever the residual, as networks may need that have
-been trained for long (in Table 8, K = 20 steps have the residual 5e-4): the other end. A first run updated the weights on one batch
-(AdamW with the step 1e-3): raw then needed 14.8 evaluations of f in the mean in the place of 2, and went through 1.83 images a
-second, the unrolling through 2.24. Pixels are random numbers, which take as long as photographs.
+steps, forward of Broyden's method, backward of GMRES, which is this library's default. Weights are those that training begins with,
+where OptEq's equilibria take very few steps: the best case for implicit differentiation. "all steps" makes all 20 whatever the
+residual, as networks may need that have been trained for long (in the paper's Table 8, K = 20 steps have the residual 5e-4): the
+other end. A first run updated the weights on one batch (AdamW with the step 1e-3): raw then needed 14.8 evaluations of f in the
+mean in the place of 2, and went through 1.83 images a second, the unrolling through 2.24. Pixels are random numbers, which take as
+long as photographs.
 
 Run `opteq experiment opteq_table9 --preset small`; it needs no data. The times are medians over turns of one process, in each of
 which all networks make one step. `small` has smaller images and batches than `paper`.
@@ -70,7 +71,7 @@ WHY = {
 }
 
 NOTES = (
-    "Random images. One thread on a CPU, where the paper has 8 GPUs.",
+    "Random images. One thread on a CPU, or one GPU if there is any; the paper has 8 GPUs.",
     'Weights are left as training begins with them, the best case for implicit differentiation; the rows "all steps" are the other '
     "end. A first run updated them on one batch (AdamW, step 1e-3): raw then needed 14.8 evaluations in the mean, not 2, and "
     "went through 1.83 images a second, the unrolling through 2.24.",

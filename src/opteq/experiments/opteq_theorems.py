@@ -4,16 +4,18 @@ An OptEq layer is f(z) = (alpha / mu) W' sigma(W z + U x + b) + (1 - alpha) z; t
 function below takes one claim, draws small random networks in float64, and compares the equilibrium that the library finds with
 what the claim says: with random points, or with a solution by scipy that knows nothing of equilibria. `CLAIMS` has the words.
 
-Four statements of the paper are checked, or used, in a corrected form:
+Two statements of the paper are checked in a corrected form:
 
 - Theorem 4, prox form: z = f(prox_{gamma R}(z)) minimises phi plus the Moreau envelope of gamma R, not phi + gamma R.
 - Theorem 4, several layers: Phi + R(z_L) is minimised for L = 1 only. For L > 1 the gradient form adds gamma grad R(z_0) to the
   first row of the inclusion, while the gradient of that sum would have it in the last.
-- Table 2, incay: z - gamma grad R(z) = (1 + 4 gamma / (|z|^2 + 2 eps)^2) z; the minus that is printed is a misprint.
-- Table 2, decorrelation: the gradient has I - Proj(z_i); the I + Proj(z_i) that is printed is a misprint.
 
-Run `python -m opteq.experiments.opteq_theorems --preset small --out results`. Any computer will do. Lemma 11, the gradient of SAM's
-unrolling, is left to the tests.
+Left to the tests are Lemma 11, the gradient of SAM's unrolling, and two misprints of Table 2, which `opteq.regularizers` mends:
+
+- incay: z - gamma grad R(z) = (1 + 4 gamma / (|z|^2 + 2 eps)^2) z, with a plus for the printed minus;
+- decorrelation: the gradient has I - Proj(z_i), not I + Proj(z_i).
+
+Run `python -m opteq.experiments.opteq_theorems --preset small --out results`. Any computer will do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -308,8 +310,7 @@ def theorem_5(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
     cell, plane = layer_at_the_edge(c, draw)
     x, R = randn(draw, 1, c.inputs), ToTarget(randn(draw, c.features))
     fn, z0 = cell.bind(x), randn(draw, 1, c.features)
-    some = fn(torch.zeros_like(z0)) @ torch.linalg.pinv(torch.eye(c.features, dtype=torch.float64) - cell.W.T @ cell.W)
-    least = some + (R.target - some) @ plane @ plane.T  # the fixed point nearest to the target
+    least = nearest_fixed_point(cell, x, plane, R.target)
     counts = sorted({round(k) for k in np.geomspace(1, c.sam_steps, 50)})
     plain = selected(iterates(fn, Picard(), z0, c.sam_steps), counts)
     stays = [distance(z, least) for z in plain]
@@ -318,8 +319,7 @@ def theorem_5(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
     for rho, power in ((0.5, 0.2), (0.3, 0.3), (0.2, 0.1)):
         path = selected(iterates(fn, SAM(R, rho=rho, c=power), z0, c.sam_steps), counts)
         errors = [distance(z, least) for z in path]
-        tail = np.log([(k, error) for k, error in zip(counts, errors, strict=True) if k >= c.sam_steps / 30])
-        slopes.append(float(np.polyfit(tail[:, 0], tail[:, 1], 1)[0]) / -min(rho, power))
+        slopes.append(late_slope(counts, errors) / -min(rho, power))
         nearer.append(errors[-1] / stays[-1])
         excesses.append(abs(float(R.value(path[-1]) - R.value(least))) / float(R.value(plain[-1]) - R.value(least)))
         series[f"rho = {rho:g}, c = {power:g}"] = {"rate": min(rho, power), "k": counts, "value": errors}
@@ -334,10 +334,24 @@ def theorem_5(c: Config, draw: torch.Generator) -> tuple[Measured, Series]:
     }, {"sam": series}
 
 
+def nearest_fixed_point(cell: OptEq, x: Tensor, plane: Tensor, target: Tensor) -> Tensor:
+    """Of the fixed points of a linear layer, which are a plane with these directions, the one nearest to the target."""
+    start, eye = torch.zeros_like(target)[None], torch.eye(len(target), dtype=torch.float64)
+    some = cell.bind(x)(start) @ torch.linalg.pinv(eye - cell.W.T @ cell.W)
+    nearest: Tensor = some + (target - some) @ plane @ plane.T
+    return nearest
+
+
 def selected(path: Iterator[Tensor], counts: Sequence[int]) -> list[Tensor]:
     """The z^k with k in counts; the others are not kept."""
     wanted = set(counts)
     return [z for k, z in enumerate(path) if k in wanted]
+
+
+def late_slope(counts: Sequence[int], errors: Sequence[float]) -> float:
+    """The slope of the logarithm of the error against log k, from a thirtieth of the last k on."""
+    late = np.log([(k, error) for k, error in zip(counts, errors, strict=True) if k >= counts[-1] / 30])
+    return float(np.polyfit(late[:, 0], late[:, 1], 1)[0])
 
 
 # --- Lemmas 1 to 3: other forms of the same network -----------------------------------------------------------------------------

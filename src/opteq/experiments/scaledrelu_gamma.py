@@ -39,7 +39,7 @@ import numpy as np
 from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.experiments._claims import Measured, at_least, at_most, curve, judged, ratios, within
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
-from opteq.experiments._scaledrelu import CHANGE, draw_row, end, settings, train
+from opteq.experiments._scaledrelu import CHANGE, absent, draw_row, end, settings, train
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ABOUT", "CLAIMS", "PAPER", "PRESETS", "Config", "figure", "main", "run"]
 
+NAME = "scaledrelu_gamma"
 ABOUT = (__doc__ or "").split("\n")[0]
 PAPER = {0.1: 6.0, 0.3: 9.0, 0.5: 15.0, 0.8: 47.5}  # Table 1: mean number of forward iterations
 CLAIMS = {
@@ -100,19 +101,18 @@ def run(options: Options) -> Result:
         f"{name}-step{eta:g}-gamma{gamma:g}-seed{options.seed}": cell(config, options, name, eta, gamma, first=name == chosen[0])
         for name, eta, gamma in trainings
     }
-    outcomes = grid("scaledrelu_gamma", train, cells, options)
+    outcomes = grid(NAME, train, cells, options)
     series: Series = {}
     for (name, eta, gamma), outcome in zip(trainings, outcomes.values(), strict=True):
         series.setdefault(name, {}).setdefault(f"{eta:g}", {})[f"{gamma:g}"] = outcome.result
-    missing = [name for name in config.data if name not in chosen]
     return gather(
-        "scaledrelu_gamma",
+        NAME,
         options,
         judged(CLAIMS, judge(series)),
         outcomes=outcomes,
         tables={"Table 1: forward iterations": iterations(config, series), "Losses at the end": losses(series)},
         series=series,
-        notes=[f"Data sets that were not found: {', '.join(missing)}."] if missing else [],
+        notes=absent(config.data, chosen),
     )
 
 
@@ -248,7 +248,7 @@ def draw_iterations(row: "Sequence[Axes]", found: dict[str, tuple[str, Any]]) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a preset and write its result and figure; 0 if every claim is shown."""
-    return command("scaledrelu_gamma", arguments)
+    return command(NAME, arguments)
 
 
 if __name__ == "__main__":

@@ -8,31 +8,32 @@ forward propagation diverge, while eta = 1e-3 = 1/N and 1e-4 descend. It prints 
 -1 and 1 the step 1e-3 is too large for CIFAR-10 and SVHN.
 
 What to expect: at the start, b = 0, the loss is quadratic in b with the curvature c = ||Z(0)||^2, for which steps above 2 / c are
-unstable. Inputs of norm 1 have c >= N / (2 pi (1 - gamma)^2) = 196 in the wide limit, when all angles between them are right, and
-c <= N / (2 (1 - gamma)^2) = 617, when all are 0: 2 / c is between 3e-3 and 1e-2. The limit is in `tables`, as measured.
+unstable. For images of norm 1, no two of which are at more than a right angle, c is in the wide limit between N / (2 pi (1 -
+gamma)^2) = 196, when all angles are right, and N / (2 (1 - gamma)^2) = 617, when all are 0: 2 / c is between 3e-3 and 1e-2. The
+table has eta c, as measured.
 
 Run `python -m opteq.experiments.scaledrelu_step --preset small --data-dir DATA`. Each data set with each step is a cell of a grid.
-A training stops where the loss is not finite or no equilibrium is found. `small` is the paper's configuration; it
-takes MNIST and those of the other data sets that are found, and a subset of a data set will do. `paper` wants all four, complete.
+A training stops where the loss is not finite or no equilibrium is found. `small` is the paper's configuration; it takes MNIST and
+those of the other data sets that are found, and a subset of a data set will do. `paper` wants all four, complete.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from opteq.diagnostics.drawing import COLOURS, new_figure
-from opteq.experiments._claims import Measured, at_least, at_most, curve, judged
+from opteq.experiments._claims import Measured, at_least, at_most, curve, judged, ratios
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, table
-from opteq.experiments._scaledrelu import draw_row, end, settings, train
+from opteq.experiments._scaledrelu import absent, draw_row, end, settings, train
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["ABOUT", "CLAIMS", "PRESETS", "WHY", "Config", "figure", "main", "run"]
 
+NAME = "scaledrelu_step"
 ABOUT = (__doc__ or "").split("\n")[0]
 CLAIMS = {
     "large": "With the step 1e-2 the training loss does not consistently decrease: it rises in some steps, and ends higher.",
@@ -87,18 +88,17 @@ def run(options: Options) -> Result:
         for name in chosen
         for eta in etas
     }
-    outcomes = grid("scaledrelu_step", train, cells, options)
+    outcomes = grid(NAME, train, cells, options)
     results = iter([outcome.result for outcome in outcomes.values()])
     series = {name: {f"{eta:g}": next(results) for eta in etas} for name in chosen}
-    missing = [name for name in config.data if name not in chosen]
     return gather(
-        "scaledrelu_step",
+        NAME,
         options,
         judged(CLAIMS, judge(config, series)),
         outcomes=outcomes,
         tables={"What became of each training": ends(series)},
         series=series,
-        notes=[f"Data sets that were not found: {', '.join(missing)}."] if missing else [],
+        notes=absent(config.data, chosen),
     )
 
 
@@ -109,8 +109,7 @@ def value(result: Any, name: str) -> float:
 
 def rise(result: Any, name: str) -> float:
     """The largest ratio of a value of a curve to the one before."""
-    ratios = [later / earlier for earlier, later in pairwise(curve(result, name))]
-    return float(np.max(ratios)) if ratios else float("nan")
+    return float(np.max(ratios(curve(result, name)) or [float("nan")]))
 
 
 def judge(config: Config, series: Series) -> dict[str, Measured]:
@@ -155,7 +154,7 @@ def figure(result: Result) -> "Figure":
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a preset and write its result and figure; 0 if every claim is shown."""
-    return command("scaledrelu_step", arguments)
+    return command(NAME, arguments)
 
 
 if __name__ == "__main__":

@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opteq.diagnostics.drawing import COLOURS, new_figure
-from opteq.experiments._claims import CLEAR, Measured, at_least, at_most, column, gain, judged, ratios
+from opteq.experiments._claims import CLEAR, Measured, at_least, at_most, clearness, column, judged, ratios
 from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, rounded, table
-from opteq.experiments._scaledrelu import draw_row, end, settings, shown, train
+from opteq.experiments._scaledrelu import absent, draw_row, end, settings, shown, train
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["ABOUT", "CLAIMS", "PRESETS", "WHY", "Config", "figure", "main", "run"]
 
+NAME = "scaledrelu_width"
 ABOUT = (__doc__ or "").split("\n")[0]
 CLAIMS = {
     "training_loss": "The wider the network, the lower the training loss at the end: the median of the last tenth of the run.",
@@ -82,18 +83,17 @@ def run(options: Options) -> Result:
         for width in config.widths
         for seed in seeds
     }
-    outcomes = grid("scaledrelu_width", train, cells, options)
+    outcomes = grid(NAME, train, cells, options)
     results = iter([outcome.result for outcome in outcomes.values()])
     series = {name: {f"m = {width}": [curves(next(results)) for _ in seeds] for width in config.widths} for name in chosen}
-    missing = [name for name in config.data if name not in chosen]
     return gather(
-        "scaledrelu_width",
+        NAME,
         options,
         judged(CLAIMS, {name: judge(name, config, series) for name in CLAIMS}),
         outcomes=outcomes,
         tables={f"Losses |y^ - y|^2 / 2 at the end, mean and standard error of {config.seeds} seeds": losses(config, series)},
         series=rounded(series, 4),  # as many curves as these would make a large file
-        notes=[*unclear(series), *([f"Data sets that were not found: {', '.join(missing)}."] if missing else [])],
+        notes=[*unclear(series), *absent(config.data, chosen)],
     )
 
 
@@ -104,8 +104,7 @@ def unclear(series: Series) -> list[str]:
         for dataset, by_width in series.items()
         for narrow, wide in pairwise(by_width)
         for words, name in {"training": "train", "test": "test"}.items()
-        for mean, error in [gain(final(by_width[narrow], name), final(by_width[wide], name))]
-        if not abs(mean) >= CLEAR * error
+        if not abs(clearness(final(by_width[narrow], name), final(by_width[wide], name))) >= CLEAR
     ]
 
 
@@ -164,7 +163,7 @@ def figure(result: Result) -> "Figure":
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a preset and write its result and figure; 0 if every claim is shown."""
-    return command("scaledrelu_width", arguments)
+    return command(NAME, arguments)
 
 
 if __name__ == "__main__":
