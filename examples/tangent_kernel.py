@@ -43,6 +43,13 @@ def train(model: Readout, X: Tensor, y: Tensor, step: float, steps: int) -> Tens
     return torch.stack([*residuals, (model(X) - y).detach()])
 
 
+def predicted_answers(first: Readout, X: Tensor, y: Tensor, new: Tensor, step: float, steps: int) -> Tensor:
+    """f_0(x) + K(x, X) (I - (I - step K)^k) K^-1 (y - f_0(X)): the outputs for new inputs after k steps, if the kernel stays."""
+    values, Q = torch.linalg.eigh(empirical_ntk(first, X))
+    weights = Q @ ((1 - (1 - step * values) ** steps) / values * (Q.T @ (y - first(X).detach())))
+    return first(new).detach() + empirical_ntk(first, new, X) @ weights
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="narrower networks, fewer steps")
@@ -70,11 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         )
         print(f"{loss:.3g} was predicted. The residuals are within {errors[-1]:.1%} of the prediction at all steps.")
 
-    # What the widest answers to new digits, if its kernel stays: f_0(x) + K(x, X) (I - (I - step K)^k) K^-1 (y - f_0(X)).
-    values, Q = torch.linalg.eigh(K)
-    weights = Q @ ((1 - (1 - step * values) ** steps) / values * (Q.T @ (y - first(X).detach())))
-    expected = first(X_test).detach() + empirical_ntk(first, X_test, X) @ weights
-    answers = model(X_test).detach()
+    expected, answers = predicted_answers(first, X, y, X_test, step, steps), model(X_test).detach()  # of the widest
     error = float((answers - expected).norm() / answers.norm())
     right = float((answers.sign() == y_test).double().mean())
     print(f"New digits: its answers are within {error:.1%} of the prediction, and {right:.0%} of them are right.")
