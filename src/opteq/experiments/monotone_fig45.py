@@ -56,7 +56,7 @@ CLAIMS = {
 }
 WHY = {
     "flat": "It is the other way round here: the basin of repeat-6 reaches the edge of the plane and is at least three times as "
-    "wide. Away from its minimiser the small MDEQ loses its equilibria: at 28% of the points only do all samples converge. The "
+    "wide. Away from its minimiser the small MDEQ loses its equilibria: at half of the points only do all samples converge. The "
     "thesis has a network of another size, and compares it with nothing.",
 }
 MODEL, REFERENCE = "MDEQ", "repeat-6"
