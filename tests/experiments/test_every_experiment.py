@@ -48,6 +48,16 @@ def test_the_smoke_preset_runs(name, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("FAILED") == 0
 
 
+WITHOUT_FILES = {"opteq_table9", "opteq_theorems"}  # random numbers are all they need
+
+
+@pytest.mark.parametrize("name", sorted(set(experiments.names()) - WITHOUT_FILES))
+def test_data_that_are_not_there_are_told_before_anything_is_trained(name, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"^(mnist|cifar10|imagenette64|camvid) .* not found\b"):
+        experiments.run(name, Options("small", out=tmp_path / "out", data_dir=tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", experiments.names())
 def test_every_experiment_offers_what_the_command_and_the_page_need(name):
     module = experiments.load(name)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from opteq import recipes
-from opteq.experiments._harness import Options, folder
+from opteq.experiments._harness import Options, folder, found
 from opteq.recipes import Recipe
 from opteq.runs import Run
 from opteq.training import DivergenceError
@@ -24,7 +24,9 @@ def run_folder(name: str, cell: str, options: Options) -> Path:
 
 
 def cells(name: str, trainings: Mapping[str, Recipe], options: Options) -> dict[str, dict[str, Any]]:
-    """The settings of `train` for each recipe, by the name of its cell."""
+    """The settings of `train` for each recipe, by the name of its cell; the error of `load` if the data are not there."""
+    for dataset, root in {(recipe.data.name, recipe.data.root) for recipe in trainings.values()}:
+        found((dataset,), 1, None if root is None else Path(root))
     return {
         cell: {"recipe": recipe.to_json(), "folder": str(run_folder(name, cell, options))} for cell, recipe in trainings.items()
     }
@@ -34,10 +36,10 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     """Scores, parameters and seconds of the recipe's training, and a row for each epoch; "diverged" says why it ended early."""
     recipe, place = Recipe.from_json(settings["recipe"]), Path(settings["folder"])
     try:
-        found = recipes.run(recipe, place, resume=(place / "config.json").exists(), state=False, verbose=False)
+        trained = recipes.run(recipe, place, resume=(place / "config.json").exists(), state=False, verbose=False)
     except DivergenceError as error:
         return {"diverged": str(error), "step": error.step}
-    epochs = [row for row in found.history if row["kind"] == "epoch"]
+    epochs = [row for row in trained.history if row["kind"] == "epoch"]
     scores = Run.read(place).read_json("result.json")
     return {
         **scores,

@@ -33,7 +33,7 @@ from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.equilibrium import Equilibrium, observe
 from opteq.experiments import _training
 from opteq.experiments._claims import Measured, at_least, column, judged
-from opteq.experiments._harness import Options, Result, Series, command, found, gather, grid, rounded, table
+from opteq.experiments._harness import Options, Result, Series, command, gather, grid, rounded, table
 from opteq.experiments._thesis import adam
 from opteq.recipes import Data, Recipe, Residual, Solve, load_stages, sample
 
@@ -168,7 +168,6 @@ def points(stage: Tensor) -> list[list[list[float]]]:
 def run(options: Options) -> Result:
     """One training, and the paths of the same images after each of its epochs."""
     config = PRESETS[options.preset]
-    found([config.data], 1, options.data_dir)
     shared = ("path_rtol", "path_steps", "samples", "paths", "drawn")
     cell = f"DEQ-seed{options.seed}"
     cells = _training.cells(NAME, {cell: recipe(config, options)}, options)

@@ -27,7 +27,7 @@ import numpy as np
 
 from opteq.diagnostics.drawing import new_figure
 from opteq.experiments._claims import Measured, at_least, judged
-from opteq.experiments._harness import Options, Result, Series, command, found, gather, table
+from opteq.experiments._harness import Options, Result, Series, command, gather, table
 from opteq.experiments._thesis import (
     ONE_SEED,
     Width,
@@ -109,7 +109,6 @@ def recipes(config: Config, options: Options) -> dict[str, Recipe]:
 def run(options: Options) -> Result:
     """Four trainings, the surface around each network, and how wide its basin is."""
     config = PRESETS[options.preset]
-    found([config.data], 1, options.data_dir)
     looking = {"steps": config.steps, "span": config.span, "samples": config.samples, "split": "train", "lines": config.lines}
     outcomes = surfaces(NAME, recipes(config, options), looking, options)
     series = {name: outcome.result for name, outcome in outcomes.items()}

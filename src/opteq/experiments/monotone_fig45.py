@@ -25,7 +25,7 @@ import numpy as np
 
 from opteq.diagnostics.drawing import new_figure
 from opteq.experiments._claims import Measured, at_least, at_most, judged
-from opteq.experiments._harness import Options, Result, Series, command, found, gather, table
+from opteq.experiments._harness import Options, Result, Series, command, gather, table
 from opteq.experiments._thesis import (
     ONE_SEED,
     Array,
@@ -103,7 +103,6 @@ def recipes(config: Config, options: Options) -> dict[str, Recipe]:
 def run(options: Options) -> Result:
     """Two trainings, the surface around each network, the minima of the MDEQ's, and the basins of both."""
     config = PRESETS[options.preset]
-    found([config.data], 1, options.data_dir)
     looking = {"steps": config.steps, "span": config.span, "samples": config.samples, "split": "test", "lines": config.lines}
     outcomes = surfaces(NAME, recipes(config, options), looking, options)
     series = {name: outcome.result for name, outcome in outcomes.items()}

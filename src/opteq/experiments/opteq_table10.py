@@ -26,7 +26,7 @@ from opteq import models
 from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.experiments import _training
 from opteq.experiments._claims import Measured, at_least, clear_gain, column, gain, judged, mean_error
-from opteq.experiments._harness import Options, Result, command, folder, found, gather, grid, table
+from opteq.experiments._harness import Options, Result, command, folder, gather, grid, table
 from opteq.experiments._images import digit_maps
 from opteq.models import count_parameters
 from opteq.recipes import Data, Fcn, Recipe, Segmenter, Solve
@@ -120,7 +120,6 @@ def images(config: Config, options: Options) -> Data:
     """CamVid; the smoke preset makes such files of digits."""
     if config.data == "digits":
         return Data("camvid", digit_maps(folder(NAME, options).absolute() / "data", side=16, count=16), size=config.size)
-    found((config.data,), 1, options.data_dir)
     return Data(config.data, options.root, size=config.size)
 
 

@@ -31,7 +31,7 @@ from opteq import Equilibrium, Stop, models
 from opteq.diagnostics.drawing import COLOURS, new_figure
 from opteq.experiments import _training
 from opteq.experiments._claims import Measured, at_least, at_most, judged, within
-from opteq.experiments._harness import Options, Result, command, folder, found, gather, grid, table
+from opteq.experiments._harness import Options, Result, command, folder, gather, grid, table
 from opteq.experiments._images import digit_classes
 from opteq.models import Classifier, count_parameters
 from opteq.recipes import Data, OpteqMid, OpteqSmall, Recipe, load_model
@@ -202,7 +202,6 @@ def images(config: Config, options: Options) -> Data:
     if config.data == "digits":
         root = digit_classes(folder(NAME, options).absolute() / "data", side=config.side, count=config.batch)
         return Data("imagenette64", root, size=config.side)
-    found((config.data,), 1, options.data_dir)
     return Data(config.data, options.root, size=config.side)
 
 
