@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -728,6 +729,15 @@ def test_a_terminal_has_a_bar_and_a_file_has_lines(monkeypatch: pytest.MonkeyPat
     assert shown(io.StringIO(), every=60.0) == ""
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     assert shown(Terminal()).splitlines()[-1].startswith("landscape: 9/9 points")
+
+
+def test_the_time_that_is_left_is_judged_by_the_points_of_this_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    clock = iter([0.0, 0.0, 120.0])  # as it begins, and each time that it is told something
+    monkeypatch.setattr("opteq.diagnostics.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with reporting("landscape", True, 9) as tell:
+        tell(4)  # of an earlier run
+        tell(5)
+    assert capsys.readouterr().err == "landscape: 5/9 points, 480 s left\n"
 
 
 # --- restarting -----------------------------------------------------------------------------------------------------------------

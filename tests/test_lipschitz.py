@@ -140,6 +140,18 @@ def test_deep_layers_add_up() -> None:
     assert float(lipschitz_bound(stretched)) == pytest.approx(ell[0] / (1 - 0.5 * c[0]), rel=1e-9)
 
 
+def test_layers_side_by_side_count_by_their_alpha() -> None:
+    first, second = dense(0, alpha=0.2), dense(1, alpha=0.6, mu=2.0, factor=0.5)
+    ell = 0.25 * svd(first.W) * svd(first.U) + 0.75 * svd(second.W) * svd(second.U) / 2
+    assert float(lipschitz_bound(WideOptEq([first, second]))) == pytest.approx(ell / (1 - 0.25 * 0.8 - 0.75 * 0.5), rel=1e-9)
+
+
+def test_an_affine_map_of_the_state_divides_by_its_least_singular_value() -> None:
+    cell = affine(0, orthogonal=False)
+    least = float(torch.linalg.svdvals(cell.A.detach())[-1])
+    assert float(lipschitz_bound(cell)) == pytest.approx(float(lipschitz_bound(cell.cell)) / least, rel=1e-9)
+
+
 def test_the_bound_is_differentiable() -> None:
     for cell in (dense(0), gaussian(0), monotone(0), affine(0, orthogonal=False), WideOptEq([dense(0), dense(1)])):
         lipschitz_bound(cell).value.backward()
@@ -207,6 +219,7 @@ def test_a_linear_map_and_nothing_at_all_are_exact() -> None:
         (nn.ReLU(), 1.0),
         (nn.LeakyReLU(3.0), 3.0),
         (nn.LeakyReLU(0.1), 1.0),
+        (nn.LeakyReLU(-3.0), 3.0),
         (nn.ELU(2.0), 2.0),
         (nn.Sigmoid(), 0.25),
         (nn.Tanh(), 1.0),

@@ -141,18 +141,19 @@ def test_the_closed_form_is_refused_where_it_does_not_hold():
 
 
 @pytest.mark.parametrize(
-    "cell",
+    "make",
     [
-        GaussianDEQ(3, 200),
-        ScaledReLU(3, 200),
-        Monotone(3, 200),
-        OptEq(3, 200, 20),
-        DeepOptEq([OptEq(3, 200, 20), OptEq(3, 200, 9)]),
+        lambda: GaussianDEQ(3, 200),
+        lambda: ScaledReLU(3, 200),
+        lambda: Monotone(3, 200),
+        lambda: OptEq(3, 200, 20),
+        lambda: DeepOptEq([OptEq(3, 200, 20), OptEq(3, 200, 9)]),
     ],
 )
-def test_readout_is_a_linear_function_of_the_equilibrium(cell):
+def test_readout_is_a_linear_function_of_the_equilibrium(make):
     torch.manual_seed(0)
-    model = Readout(cell.double()).double()
+    cell = make().double()
+    model = Readout(cell)
     assert model.a.shape == (200,)
     if isinstance(cell, ScaledReLU):
         assert not model.a.any()
@@ -169,6 +170,7 @@ def test_readout_is_a_linear_function_of_the_equilibrium(cell):
 
 
 def test_readout_solves_as_tightly_as_its_precision_allows_unless_told_otherwise():
+    torch.manual_seed(0)
     model = Readout(GaussianDEQ(3, 20))
     assert model.solve(X.float()).stop.rtol == 100 * torch.finfo(torch.float32).eps
     assert model.double().solve(X).stop.rtol == 1e-12
@@ -178,6 +180,7 @@ def test_readout_solves_as_tightly_as_its_precision_allows_unless_told_otherwise
 
 
 def test_readout_hands_on_the_solver_and_the_policy():
+    torch.manual_seed(0)
     cell = GaussianDEQ(3, 20)
     with torch.no_grad():
         cell.W.copy_(3 * torch.eye(20))
@@ -185,6 +188,9 @@ def test_readout_hands_on_the_solver_and_the_policy():
         Readout(cell, Picard(), on_failure="raise")(X.float())
     one = Readout(GaussianDEQ(3, 20), Anderson(memory=1))
     assert one.solve(X.float(), torch.ones(5, 20)).converged.all()
+    plain, default = (Readout(one.cell.double(), solver).solve(X) for solver in (Picard(), None))
+    assert plain.steps.sum() > default.steps.sum()
+    assert Readout(one.cell, Picard()).solve(X, plain.z.detach()).steps.tolist() == [0] * 5
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,27 @@ def test_pooled_is_a_linear_map_of_the_means_of_regions(pool):
     assert isinstance(head[:2], nn.Sequential)
 
 
+@pytest.mark.parametrize("make", [Pooled, Scores])
+def test_the_norm_of_a_head_comes_first(make):
+    torch.manual_seed(0)
+    head, z = make(4, 3, norm="group").double(), images(2, 4, 5, 6)
+    nn.init.normal_(head[0].weight), nn.init.normal_(head[0].bias)
+    torch.testing.assert_close(head(z), head[1:](nn.functional.group_norm(z, 2, head[0].weight, head[0].bias)))
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", None])
+def test_convolutions_are_followed_by_their_norm_and_relu(norm):
+    """Of stride 2 in the extractor, a Strided, and of stride 1 behind it."""
+    torch.manual_seed(0)
+    model, z = FCN(2, 3, channels=(3, 4), hidden=(5, 3), norm=norm).double(), images(2, 2, 9, 8)
+    for layers, stride in ((model.extractor, 2), (model.equilibrium, 1)):
+        wanted = z
+        for conv, scale in zip(layers[::3], layers[1::3], strict=True):
+            wanted = relu(scale(conv2d(wanted, conv.weight, conv.bias, stride=stride, padding=1)))
+        z = layers(z)
+        torch.testing.assert_close(z, wanted)
+
+
 @pytest.mark.parametrize("stride", [1, 2, 3, 4])
 def test_a_stem_divides_the_side_of_an_image_by_its_stride(stride):
     stem = Stem(2, 3, stride=stride)
@@ -350,6 +371,15 @@ def test_equal_steps_have_the_order_of_their_method(method, order):
     assert errors[0] / errors[1] == pytest.approx(2**order, rel=0.2)
 
 
+def test_the_field_of_images_is_three_convolutions_with_relu_between_them():
+    torch.manual_seed(0)
+    field, z = ConvField(3, 4).double(), images(2, 3, 5, 6)
+    first, second, third = field.layers[::2]
+    inner = relu(conv2d(z, first.weight, first.bias))
+    inner = relu(conv2d(inner, second.weight, second.bias, padding=1))
+    torch.testing.assert_close(field(z), conv2d(inner, third.weight, third.bias))
+
+
 class Wave(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         return 5 * torch.sin(3 * z)
@@ -427,6 +457,13 @@ def test_a_residual_block_is_relu_of_its_shortcut_and_its_convolutions():
         y = relu(inside + (y if isinstance(block.shortcut, nn.Identity) else step(block.shortcut, y, stride)))
     torch.testing.assert_close(net(x), y)
     assert (net.out_channels, net.reduction) == (512, 8)
+
+
+def test_a_resnet_begins_by_the_rule_of_he_for_its_outputs():
+    torch.manual_seed(0)
+    for part in ResNet((1, 1), bottleneck=True, in_channels=2).modules():
+        if isinstance(part, nn.Conv2d):
+            assert part.weight.std().item() == pytest.approx((2 / part.weight[:, 0].numel()) ** 0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(

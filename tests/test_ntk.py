@@ -402,6 +402,7 @@ def test_vmap_is_taken_where_it_works_and_only_there(monkeypatch):
 
 
 def test_a_failure_inside_vmap_is_no_reason_to_go_row_by_row():
+    torch.manual_seed(0)
     model = nn.Sequential(
         Equilibrium(OptEq(D_IN, 5, 4).double(), stop=Stop(rtol=1e-13, max_steps=1), on_failure="raise"), nn.Flatten()
     )
@@ -434,11 +435,22 @@ class Running(nn.Linear):
         return torch.tanh(super().forward(x)).cumsum(dim=0)
 
 
+class Coming(nn.Linear):
+    """Each output is of the samples from its own on, so that the last sample depends on no other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)).flip(0).cumsum(dim=0).flip(0)
+
+
 def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-@pytest.mark.parametrize("make", [batch_norm, coupled_deep, lambda: Centred(D_IN, 1).double(), lambda: Running(D_IN, 1).double()])
+def linear(kind: type[nn.Linear]):
+    return lambda: kind(D_IN, 1).double()
+
+
+@pytest.mark.parametrize("make", [batch_norm, coupled_deep, linear(Centred), linear(Running), linear(Coming)])
 def test_coupled_samples_are_refused_unless_asked_for(make):
     torch.manual_seed(0)
     model, X = make(), randn(3, D_IN)
