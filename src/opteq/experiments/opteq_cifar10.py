@@ -60,7 +60,7 @@ CLAIMS = {
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes; with `forward` steps, the derivative is that of the last one alone, else of all `unrolled` ones."""
+    """The sizes."""
 
     data: str = "cifar10"
     limit: int | None = None
@@ -69,8 +69,7 @@ class Config:
     hidden: tuple[int, ...] = (16, 32, 64, 64, 128)
     stride: int = 2
     alpha: float = 0.8
-    forward: int = 0
-    unrolled: int = 20
+    unrolled: int = 20  # steps
     epochs: int = 200
     sizes: tuple[int, ...] = ()
     batch: int = 125
@@ -127,8 +126,6 @@ PRESETS = {
 def recipe(config: Config, options: Options) -> Recipe:
     """The training."""
     solve = Solve(gradient="unrolled", steps=config.unrolled)
-    if config.forward:
-        solve = Solve(solver="picard", rtol=1e-9, max_steps=config.forward, gradient="jacobian-free")
     model = Deep(
         config.channels, config.hidden, stride=config.stride, pool=2, alpha=config.alpha, constrained=False, draw="conv2d",
         solve=solve,
@@ -162,7 +159,7 @@ def run(options: Options) -> Result:
     """What the network came to."""
     config = PRESETS[options.preset]
     cells = _training.cells(NAME, {f"seed{options.seed}": recipe(config, options)}, options)
-    more = {"threads": config.threads, "steps": config.forward or config.unrolled}
+    more = {"threads": config.threads, "steps": config.unrolled}
     outcomes = grid(NAME, train, {name: cell | more for name, cell in cells.items()}, options)
     found = next(iter(outcomes.values())).result or {}
     series = found.get("curves", {})
