@@ -190,6 +190,11 @@ def moved_by(M: Tensor, b: Tensor) -> CallableMap:
     return CallableMap(lambda z: (M @ z[:, :, None])[:, :, 0] + b)
 
 
+def jumping(z: Tensor) -> Tensor:
+    """|f(z) - z| is 1 at z = 0, and 99 after a plain step."""
+    return torch.where(z > 0.5, 100 * z, 1 + 0 * z)
+
+
 def test_anderson_takes_plain_steps_while_they_are_fast() -> None:
     M, b = random_walks([0.1, 0.3, 0.39])
     stop = Stop(rtol=1e-10)
@@ -210,6 +215,34 @@ def test_anderson_accelerates_a_slow_sample_as_if_it_were_alone() -> None:
         alone = solve(moved_by(M[i : i + 1], b[i : i + 1]), torch.zeros(1, 12, dtype=torch.float64), Anderson(memory=12), stop)
         assert alone.steps[0] == among.steps[i]
         torch.testing.assert_close(among.z[i], alone.z[0], rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("mixing", [1.0, 0.4])
+def test_anderson_takes_the_steps_of_its_formula(mixing: float) -> None:
+    M, b = random_walks([0.9, 0.6])
+    fn, solver = moved_by(M, b), Anderson(memory=2, mixing=mixing, brisk=0.0, restart=math.inf)
+    state = solver.init(fn, torch.zeros_like(b))
+    zs, rs = [state.z], [fn(state.z) - state.z]
+    for k in range(6):
+        dZ, dR = (torch.stack(found[-3:], 2).diff(dim=2) for found in (zs, rs))  # [batch, n, differences]
+        wanted = zs[-1] + mixing * rs[-1]
+        if k:
+            c = torch.linalg.lstsq(dR, rs[-1][:, :, None]).solution
+            wanted = wanted - ((dZ + mixing * dR) @ c)[:, :, 0]
+        state = solver.step(fn, state)
+        torch.testing.assert_close(state.z, wanted, rtol=1e-9, atol=1e-9)
+        zs.append(state.z)
+        rs.append(fn(state.z) - state.z)
+
+
+@pytest.mark.parametrize(("restart", "kept"), [(10.0, 0.0), (200.0, 1.0)])
+def test_anderson_forgets_its_history_after_a_step_that_made_a_sample_much_worse(restart: float, kept: float) -> None:
+    fn = CallableMap(jumping)
+    solver = Anderson(brisk=0.0, restart=restart)
+    state = solver.step(fn, solver.init(fn, torch.zeros(2, 1, dtype=torch.float64)))
+    assert state.size.tolist() == [99, 99]
+    assert state.gram[:, 0, 0].tolist() == pytest.approx([kept, kept])
+    assert state.best.tolist() == ([1, 1] if kept else [99, 99])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -242,7 +275,7 @@ def test_more_memory_takes_fewer_evaluations() -> None:
 
 
 def test_a_step_that_blows_up_is_refused() -> None:
-    fn = CallableMap(lambda z: torch.where(z > 0.5, 100 * z, 1 + 0 * z))  # |f - z| is 1 at z = 0, and 99 after a plain step
+    fn = CallableMap(jumping)
     z0 = torch.zeros(2, 1, dtype=torch.float64)
     start = Broyden().init(fn, z0)
     state = Broyden().step(fn, start)
@@ -250,6 +283,9 @@ def test_a_step_that_blows_up_is_refused() -> None:
     assert torch.equal(state.size, start.size)
     after = Broyden().step(fn, state)
     assert after.z.tolist() == [[0.25], [0.25]]  # a quarter of the plain step
+    assert [found.damping.tolist() for found in (state, after)] == [[0.25, 0.25], [0.5, 0.5]]
+    bold = Broyden(growth=100.0)
+    assert bold.step(fn, bold.init(fn, z0)).z.tolist() == [[1], [1]]
     assert solve(fn, z0, Broyden(), Stop(max_steps=30)).residual.max() <= 1
 
 
@@ -281,6 +317,18 @@ def test_newton_never_makes_the_residual_worse_than_the_start(seed: int, norm: f
             assert torch.allclose(size, state.size, rtol=1e-9, atol=1e-13)
     found = solve(fn, z0, Newton(), Stop(rtol=1e-10, max_steps=5))
     assert (found.residual.numpy() <= residual(fn, z0) * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize(("forcing", "least"), [(1e-9, 0.0), (0.3, 1e-3)])
+def test_the_linear_equation_of_a_newton_step_is_solved_as_tightly_as_asked(forcing: float, least: float) -> None:
+    M, b = random_walks([0.5, 0.9])  # of an affine map, the equation is the whole problem
+    solver = Newton(forcing=forcing)
+    state = solver.step(moved_by(M, b), solver.init(moved_by(M, b), torch.zeros_like(b)))
+    assert (state.size <= 1.01 * forcing * state.start).all()
+    assert (state.size >= least * state.start).all()
+    short = Newton(forcing=1e-9, inner_steps=2)
+    first = short.init(moved_by(M, b), torch.zeros_like(b))
+    assert short.step(moved_by(M, b), first).evals <= first.evals + 4  # two products, and two looks at f at most
 
 
 @dataclass(frozen=True)
