@@ -1110,6 +1110,22 @@ def test_the_content_is_on_disk_before_it_gets_its_name_and_the_name_before_the_
     assert calls == ["open", "os.fsync", "os.replace", "os.open", "os.fsync"]
 
 
+def test_all_of_the_content_is_written_when_the_disk_is_asked_to_keep_it(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size))
+    write_atomic(tmp_path / "file", b"x" * 100)
+    assert sizes[0] == 100
+
+
+def test_the_rows_before_a_checkpoint_are_on_disk_before_it_is(tmp_path, monkeypatch):
+    with started(tmp_path) as run:
+        run.log({"step": 1})
+        kept = []
+        monkeypatch.setattr(os, "fsync", lambda file: kept.append(os.fstat(file).st_ino))
+        run.save(numbered(1))
+    assert kept.index((tmp_path / "metrics.jsonl").stat().st_ino) == 0 < len(kept) - 1
+
+
 def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatch):
     with Run.create(tmp_path, {}) as run:
         monkeypatch.setitem(sys.modules, "safetensors", None)
