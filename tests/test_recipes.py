@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import re
 import shutil
 import types
 from dataclasses import fields, is_dataclass, replace
@@ -211,6 +212,55 @@ def test_the_networks_of_the_help_have_the_parameters_that_it_says(model, settin
     help_text = inspect.getsource(type(model)).partition(f"    {setting}: ")[2].split('"""')[1]
     assert words in help_text
     assert f"{thousands}k" in help_text
+
+
+def traits(model: nn.Module) -> tuple[list, dict]:
+    """What tells a network from another: its modules with their settings, and its weights."""
+    common = vars(nn.Module())
+    parts = [
+        (
+            name,
+            type(part).__name__,
+            {key: re.sub("0x[0-9a-f]+", "", repr(value)) for key, value in vars(part).items() if key not in common},
+        )
+        for name, part in model.named_modules()
+    ]
+    return parts, {name: (tuple(tensor.shape), float(tensor.double().sum())) for name, tensor in model.state_dict().items()}
+
+
+OTHERS = {
+    "activation": "tanh", "norm": None, "draw": "conv2d", "regularizer": "l2", "regularizer_mode": "prox", "start": "half_normal",
+    "method": "rk4", "solve": Solve(solver="picard", max_steps=7, gradient="unrolled"), "kernel_size": 1, "pool": 2, "groups": 4,
+    "parameters": 3000,
+}  # fmt: skip
+NEEDED = {"draw": {"constrained": False}, "regularizer_mode": {"regularizer": "l2"}, "gamma": {"regularizer": "l2"}}
+
+
+def another(name: str, value: object) -> object:
+    """Another value of a setting."""
+    if name in OTHERS:
+        return OTHERS[name]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return tuple(2 * number for number in value)
+    return 2 * value if isinstance(value, int) else value / 2
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(LARGE)))
+def test_every_setting_of_a_model_reaches_its_network(kind, root):
+    data = data_for(kind, root)
+    dataset, first = data.load(), replace(KINDS[kind](), **SMALL[kind])
+    names = [field.name for field in fields(first) if (kind, field.name) != ("wide", "learn_alpha")]
+
+    def built(model) -> tuple[list, dict]:
+        return traits(recipes.build(Recipe(data, model), dataset))
+
+    for name in names:
+        before = replace(first, **{key: value for key, value in NEEDED.get(name, {}).items() if key in names})
+        after = replace(before, **{name: another(name, getattr(before, name))})
+        assert built(before) == built(before)
+        assert built(after) != built(before), name
 
 
 @pytest.mark.parametrize("kind", ["dense", "wide", "monotone", "gaussian", "scaled-relu"])
