@@ -151,6 +151,29 @@ def test_floating_targets_are_regression_and_any_loss_may_be_given():
     assert "valid_accuracy" not in result.scores
 
 
+def test_figures_are_means_over_the_samples_since_the_row_before():
+    x, y = data(25)
+    seen: list[tuple[float, int]] = []
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        value = cross_entropy(output, y)
+        if torch.is_grad_enabled():
+            seen.append((value.item(), len(y)))
+        return value
+
+    result = fit(make_model(), (x, y), None, replace(SGD, log_every=2), loss=loss, verbose=False)
+    assert [count for _, count in seen] == [10, 10, 5] * 2
+
+    def mean(first: int, last: int) -> float:
+        return sum(value * count for value, count in seen[first:last]) / sum(count for _, count in seen[first:last])
+
+    rows = {kind: [row for row in result.history if row["kind"] == kind] for kind in ("step", "epoch")}
+    assert [row["step"] for row in rows["step"]] == [2, 3, 4, 6]
+    assert [row["loss"] for row in rows["step"]] == pytest.approx([mean(0, 2), mean(2, 3), mean(3, 4), mean(4, 6)])
+    assert [row["train_loss"] for row in rows["epoch"]] == pytest.approx([mean(0, 3), mean(3, 6)])
+    assert result.scores["train_loss"] == rows["epoch"][1]["train_loss"]
+
+
 def test_a_run_without_a_folder_and_one_with_it_are_the_same(tmp_path):
     one, two = make_model(), make_model()
     first = fit(one, data(), data(), SGD, verbose=False)
@@ -197,12 +220,13 @@ def test_schedules_are_pytorch_s(name, make):
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "poly"])
-def test_warmup_grows_linearly_to_the_step_size(name):
-    config = TrainConfig(epochs=5, lr=0.3, schedule=name, warmup=1.5)
+@pytest.mark.parametrize(("warmup", "steps", "below"), [(1.5, 15, 16), (0.25, 3, 3)])  # 2.5 steps end with the third
+def test_warmup_grows_linearly_to_the_step_size(name, warmup, steps, below):
+    config = TrainConfig(epochs=5, lr=0.3, schedule=name, warmup=warmup)
     found = [step_size(config, step, 10) for step in range(50)]
-    assert found[:15] == pytest.approx([0.3 * (k + 1) / 16 for k in range(15)])
-    assert found[15] == pytest.approx(0.3)
-    assert all(a >= b for a, b in pairwise(found[15:]))
+    assert found[:steps] == pytest.approx([0.3 * (k + 1) / below for k in range(steps)])
+    assert found[steps] == pytest.approx(0.3)
+    assert all(a >= b for a, b in pairwise(found[steps:]))
 
 
 # ---------------------------------------------------------------- modes and options
@@ -443,11 +467,12 @@ def test_images_are_shrunk_in_equal_parts_of_the_training_and_whole_in_the_valid
     model = Sides()
     fit(model, (x, y), (x, y), replace(SGD, sizes=(2, 4, 8), epochs=3), verbose=False)
     assert model.seen == [(2, 3)] * 2 + [(4, 6)] * 2 + [(6, 9)] * 2  # never larger than they are
-    flat = Sides()
-    fit(flat, (torch.full((20, 1, 6, 9), 0.5), y), None, replace(SGD, sizes=(3,), epochs=1), verbose=False)
-    whole = Sides()
-    whole.linear.load_state_dict(flat.linear.state_dict())
-    assert torch.allclose(flat(torch.full((1, 1, 3, 4), 0.5)), whole(torch.full((1, 1, 6, 9), 0.5)))
+    shrunk, whole = Sides(), Sides()
+    whole.load_state_dict(shrunk.state_dict())
+    for made, sizes in ((shrunk, (3,)), (whole, ())):  # images of one grey stay what they are
+        fit(made, (torch.full((20, 1, 6, 9), 0.5), y), None, replace(SGD, sizes=sizes, epochs=1), verbose=False)
+    assert shrunk.seen == [(3, 4)] * 2
+    torch.testing.assert_close(shrunk.linear.weight, whole.linear.weight)
 
 
 def test_a_training_with_sizes_resumes(tmp_path):
@@ -1309,3 +1334,17 @@ def test_long_epochs_speak_once_a_while():
     assert first.startswith("step 1/10: loss 0.5, ")
     assert second == "step 1: warned: look"
     assert summary({"loss": None, "accuracy": 0.5}) == "accuracy 50.00%"
+
+
+def test_lines_come_once_a_minute_and_foretell_the_end_by_the_steps_of_this_run(monkeypatch):
+    """Resumed after 100 steps, each of which then takes half a second."""
+    now = [1000.0]
+    monkeypatch.setattr("opteq.training.display.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    lines = Lines(stream)
+    lines.begin({}, 500)
+    for step in range(101, 401):
+        now[0] += 0.5
+        lines.step(step)
+        lines.row({"kind": "step", "step": step, "loss": 1.0})
+    assert stream.getvalue().splitlines() == ["step 220/500: loss 1, 140 s left", "step 340/500: loss 1, 80 s left"]
