@@ -345,6 +345,17 @@ def test_a_step_made_again_forgets_what_came_after_it() -> None:
     assert recorder.trajectory().stages == ("step 0", "step 1", "step 2")
 
 
+def test_a_step_made_again_is_looked_at_again_where_it_was_recorded_as_the_last() -> None:
+    recorder = TrajectoryRecorder(network(), X)
+    recorder(3)
+    before = recorder.trajectory()
+    with torch.no_grad():
+        recorder.model[0].weight.mul_(2)
+    recorder(3)
+    assert list(recorder.records) == [0]
+    assert not torch.equal(recorder.trajectory().lengths[1], before.lengths[1])
+
+
 def test_a_recorder_is_a_callback_of_a_training(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Classifier(nn.Linear(4, 4), OptEq(4, 8, 6), nn.Linear(8, 3))
