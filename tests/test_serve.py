@@ -344,6 +344,16 @@ def test_the_command_serves_until_it_is_interrupted(
     assert said.err == ""
 
 
+def test_the_command_may_be_interrupted_as_soon_as_its_address_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(address: str) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("opteq.report.serve", Interrupted)
+    monkeypatch.setattr("webbrowser.open", interrupt)
+    assert cli.main(["report", "a", "--serve", "--open"]) == 0
+    assert Interrupted.last.closed
+
+
 def test_an_interrupt_ends_it_cleanly(folder: Path, renderer: Renderer) -> None:
     reading, writing = os.pipe()
 

@@ -61,9 +61,9 @@ def _serve(options: Report) -> None:
     from opteq.report import serve
 
     with serve(options.runs, options.port or 0) as server:
-        print(f"The report is at {server.address} until Ctrl-C", flush=True)
-        _open(options, server.address)
         try:
+            print(f"The report is at {server.address} until Ctrl-C", flush=True)
+            _open(options, server.address)
             server.wait()
         except KeyboardInterrupt:
             print()
