@@ -17,6 +17,7 @@ from torch import Tensor
 
 from opteq import Map, Solution, Solver, Status, Stop, per_sample, solve
 from opteq.solve import Jacobian
+from opteq.solvers import Broyden, Newton
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -208,15 +209,22 @@ class SolverConformance:
         assert int((found.steps - clean.steps)[others].abs().max()) <= 1
 
     def test_a_sample_that_turns_nonfinite_on_the_way_keeps_its_best_finite_iterate(self, solver: Solver) -> None:
-        def f(z: Tensor) -> Tensor:  # sample 0 meets the logarithm of a negative number after some steps, sample 1 never
-            return torch.stack([torch.log(z[0] + 1.5) - 0.5, 0.5 * z[1] + 1])
+        z0, seen = torch.zeros(2, 3, dtype=torch.float64), []
 
-        found = solve(f, torch.zeros(2, 3, dtype=torch.float64), solver, Stop(rtol=1e-10, max_steps=300))
-        assert found.statuses[1] is Status.CONVERGED
+        def sound(z: Tensor) -> Tensor:
+            return torch.stack([0.9 * torch.cos(z[0]), 0.5 * z[1] + 1])
+
+        def f(z: Tensor) -> Tensor:  # NaN for sample 0 from the fourth look on, before any solver is done with it
+            seen.append(z)
+            return sound(z) + torch.tensor([[math.nan if len(seen) > 3 else 0.0], [0.0]])
+
+        found = solve(f, z0, solver, Stop(rtol=1e-10, max_steps=100))
+        steps_back = isinstance(solver, (Broyden, Newton))  # from where f is not finite, again and again
+        assert found.statuses == (Status.MAX_STEPS if steps_back else Status.NONFINITE, Status.CONVERGED)
         assert found.z.isfinite().all()
-        if found.statuses[0] is not Status.CONVERGED:
-            assert found.residual[0] <= residual(f, torch.zeros(2, 3, dtype=torch.float64))[0]
-            check_honest(found, f)
+        true = residual(sound, found.z)
+        np.testing.assert_allclose(found.residual, true, rtol=1e-3, atol=1e-15)
+        assert true[0] <= residual(sound, z0)[0]
 
     @pytest.mark.parametrize("shape", [(1,), (7,), (2, 3), (3, 4, 5)])
     def test_any_state_shape(self, solver: Solver, shape: tuple[int, ...]) -> None:
