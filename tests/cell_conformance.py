@@ -106,6 +106,13 @@ class CellConformance:
             fz = fn(z)
             assert fz.shape == z.shape
             assert fz.dtype is torch.float64
+            with torch.no_grad():
+                torch.testing.assert_close(fn.begin(z), fz, rtol=1e-14, atol=1e-14)
+                before, value = z.clone(), fn(z).clone()
+                if fn.fresh:  # who has f(z) may write to it
+                    fn(z).fill_(math.nan)
+                assert torch.equal(z, before)
+                assert torch.equal(fn(z), value)
         assert not torch.equal(fn(z0), z0)
 
     def test_every_solver_finds_the_same_equilibrium(self, entry: Entry) -> None:

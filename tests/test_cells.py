@@ -500,19 +500,10 @@ def test_wide_is_the_limit_of_deep_for_small_alphas():
     assert gaps[2] < 0.2 * gaps[1] < 1e-2
 
 
-def test_a_wide_layer_of_multivariate_cells_is_solved_or_refused_by_name():
+def test_a_wide_layer_of_multivariate_cells_is_solved():
     cells = [multivariate(i) for i in range(2)]
     x = random_matrix(5, INPUTS, seed=1)
-    try:
-        cell = WideOptEq(cells)
-    except TypeError as error:
-        refusal = str(error)
-    else:
-        refusal = ""
-    if refusal:
-        assert "The 'cells' parameter of WideOptEq must be" in refusal
-        return
-    z = equilibrium_of(cell, x)
+    z = equilibrium_of(WideOptEq(cells), x)
     right = sum((z @ c.W.T + x @ c.U.T + c.b) @ c.S @ c.W for c in cells)
     torch.testing.assert_close(2 * z, right, rtol=1e-10, atol=1e-11)
 
@@ -644,10 +635,14 @@ def test_multivariate_keeps_S_symmetric_between_0_and_I():
     torch.testing.assert_close(cell.S.detach(), torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-5)
     cell.S = torch.zeros(5, 5, dtype=torch.float64)
     assert cell.S.abs().max() < 1e-6
-    with pytest.raises(ValueError, match="'S' parameter of MultivariateOptEq must be symmetric"):
-        cell.S = random_matrix(5, 5, seed=2)
+    for wrong in (random_matrix(5, 5, seed=2), torch.eye(5, 4, dtype=torch.float64), torch.ones(5, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="'S' parameter of MultivariateOptEq must be symmetric"):
+            cell.S = wrong
     with pytest.raises(ValueError, match=r"'S' parameter of MultivariateOptEq must be of eigenvalues in \[0, 1\]"):
         cell.S = 2 * torch.eye(5, dtype=torch.float64)
+    half = cell.to(torch.bfloat16)
+    half.S = torch.eye(5, dtype=torch.bfloat16) / 4
+    torch.testing.assert_close(half.S.detach(), torch.eye(5, dtype=torch.bfloat16) / 4)
 
 
 @pytest.mark.parametrize("padding", ["zeros", "circular"])
@@ -920,6 +915,29 @@ def test_no_scale_overflows_or_vanishes_in_the_dual(scale, activation, solver):
         assert found.status is Status.CONVERGED
         check_honest(found, fn)
         assert_same(found.z.double(), wanted, 2e-3)
+
+
+@pytest.mark.parametrize("solver", [Newton(), Accelerated()])
+def test_a_nonfinite_sample_costs_the_dual_at_most_one_product(solver):
+    layer = layer_of(hard_cell(0, 0.9), solver, Stop(rtol=1e-8), on_failure="ignore")
+    x = random_matrix(8, 3, seed=0)
+    clean = layer.solve(x)
+    others = [0, 1, 2, 4, 5, 6, 7]
+    x[3, 1] = math.nan
+    found = layer.solve(x)
+    assert found.statuses[3] is Status.NONFINITE
+    assert_same(found.z[others], clean.z[others], 1e-10)
+    assert found.evals <= clean.evals + 1  # W z0, which is 0 for the others
+
+
+@pytest.mark.parametrize("solver", [Newton(), Accelerated()])
+def test_a_sample_takes_the_same_steps_in_the_dual_alone_and_among_others(solver):
+    layer, x = layer_of(hard_cell(0, 0.9), solver, Stop(rtol=1e-10, max_steps=1000)), random_matrix(8, 3, seed=0)
+    among = layer.solve(x)
+    for i in range(8):
+        alone = layer.solve(x[i : i + 1])
+        assert alone.steps[0] == among.steps[i]
+        assert_same(alone.z[0], among.z[i], 1e-12)
 
 
 @pytest.mark.parametrize("solver", [Newton(), Accelerated()])
