@@ -267,6 +267,43 @@ def test_both_sides_of_every_condition_are_those_of_the_paper(kind: str, flow: b
     assert found.loss == pytest.approx(measure(readout, X, y).loss, rel=1e-9)
 
 
+def letters(readout: Readout, X: Tensor, radii: Mapping[str, float], found: Certificate) -> dict[str, float]:
+    """What the letters of the formulas stand for, where the readout, the data and their residual are as in `found`."""
+    cell, Z = readout.cell, readout.solve(X).z.detach()
+    sizes = {name: norm(p if p.ndim == 2 else p[:, None]) for name, p in {**dict(cell.named_parameters()), "a": readout.a}.items()}
+    known = {"XF": float(X.norm()), "r0": math.sqrt(2 * found.loss), **radii}
+    least = float(np.linalg.svd(Z.numpy(), compute_uv=False)[-1])
+    if isinstance(cell, GaussianDEQ):
+        rho_w, rho_u, rho_a = (sizes[name] + radii["d"] for name in ("W", "U", "a"))
+        c = {"c_w": rho_u * rho_a / (1 - rho_w) ** 2, "c_u": rho_a / (1 - rho_w), "c_a": rho_u / (1 - rho_w)}
+        return {**known, **c, "rho_a": rho_a, "lam0": least**2}
+    if isinstance(cell, ScaledReLU):
+        l1, l2, l3 = sizes["W"] + radii["C1"], sizes["A"] + radii["C2"], sizes["a"] + radii["C3"]
+        return {**known, "l1": l1, "l3": l3, "gamma": cell.gamma, "gamma_0": cell.gamma * l2, "alpha0": least}
+    lA, lU, lu = sizes["A"] + radii["R_A"], sizes["U"] + radii["R_U"], sizes["a"] + radii["R_u"]
+    return {**known, "lA": lA, "lU": lU, "lu": lu, "m": cell.m, "R_B": math.inf, "lam0": least}
+
+
+@pytest.mark.parametrize("flow", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_formula_that_is_shown_is_the_one_that_is_computed(kind: str, flow: bool) -> None:
+    X, y = data(3)
+    readout = make(kind, **({"bias": False} if kind == "monotone" else {}))
+    with torch.no_grad():
+        readout.a.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    found = certify(readout, X, y, RADII[kind], flow=flow)
+    known = {**letters(readout, X, RADII[kind], found), "sqrt2": math.sqrt(2), "max": max}
+    spelling = {" / ": "/", ", ": ",", " + ": "+", "sqrt 2": "sqrt2", "|X|_F": "XF", "[": "(", "]": ")", "^": "**", " ": "*"}
+    own = [condition for condition in found.conditions if condition.name.startswith("(")]
+    assert len(own) == 3 - flow
+    for condition in own:
+        shown = condition.formula
+        for text, python in spelling.items():
+            shown = shown.replace(text, python)
+        sides = [eval(side, dict(known)) for side in shown.split("*>=*")]
+        assert sides == pytest.approx([condition.lhs, condition.rhs], rel=1e-8), condition
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_radius_counts_in_the_maximum_of_the_first_condition(kind: str) -> None:
     X, y = data(3)
