@@ -445,6 +445,7 @@ def test_theory_takes_what_is_monotone(sigma: Activation) -> None:
         ({"derivative": 1.0}, TypeError, "'derivative' parameter of Activation must be a function of a tensor or None. Got 1.0"),
         ({"integral": 1.0}, TypeError, "'integral' parameter of Activation"),
         ({"conjugate": 1.0}, TypeError, "'conjugate' parameter of Activation"),
+        ({"proximal": 1.0}, TypeError, "'proximal' parameter of Activation"),
         ({"lipschitz": 0.0}, ValueError, "'lipschitz' parameter of Activation must be a finite number > 0. Got 0.0"),
         ({"lipschitz": -1.0}, ValueError, "'lipschitz' parameter of Activation"),
         ({"lipschitz": math.inf}, ValueError, "'lipschitz' parameter of Activation"),

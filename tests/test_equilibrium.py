@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -246,6 +247,22 @@ def test_batch_norm_without_running_statistics_is_refused_in_eval_too():
 
 def test_batch_norm_in_bind_is_welcome():
     cell = LogisticCell(3, norm=nn.BatchNorm1d(3).double())
+    assert Equilibrium(cell).solve(inputs()).status is Status.CONVERGED
+
+
+def test_batch_norm_in_bind_is_welcome_in_one_thread_while_f_is_evaluated_in_another():
+    @dataclass(frozen=True)
+    class Crowded(LogisticMap):
+        def __call__(self, z):
+            with ThreadPoolExecutor(1) as other:
+                other.submit(cell.bind, inputs()).result()
+            return LogisticMap.__call__(self, z)
+
+    class CrowdedCell(LogisticCell):
+        def bind(self, x):
+            return Crowded(self.W, self.norm(x))
+
+    cell = CrowdedCell(3, norm=nn.BatchNorm1d(3).double())
     assert Equilibrium(cell).solve(inputs()).status is Status.CONVERGED
 
 
