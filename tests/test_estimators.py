@@ -29,6 +29,7 @@ from skops import io as skops
 from conformance import write_verify
 from opteq import training
 from opteq.estimators import EquilibriumClassifier, EquilibriumRegressor
+from opteq.estimators.settings import Settings
 
 QUICK = {"width": 16, "learning_rate": 0.05, "batch_size": 300, "random_state": 0}
 SMALL = {**QUICK, "max_iter": 5}
@@ -218,7 +219,7 @@ def test_the_training_is_told(classifier):
 
 
 def test_early_stopping_ends_the_training(labelled, measured):
-    """A huge weight decay and nothing to learn: the first scores are never beaten for long."""
+    """There is nothing to learn: the first scores are never beaten for long."""
     X, y = labelled
     shuffled = np.random.default_rng(0).permutation(y)
     estimator = small_classifier(max_iter=60, early_stopping=True, n_iter_no_change=2, validation_fraction=0.3).fit(X, shuffled)
@@ -297,6 +298,18 @@ def test_a_parameter_that_is_wrong_is_named_when_it_is_fitted(labelled, name, va
 def test_an_unknown_activation_is_refused_by_its_layer(labelled):
     with pytest.raises(ValueError, match="The 'activation' parameter of OptEq must be one of 'relu'"):
         small_classifier(activation="swish").fit(*labelled)
+
+
+def test_a_batch_is_a_tenth_of_the_samples_from_16_to_200():
+    estimator = EquilibriumClassifier()
+    assert [Settings.of(estimator, samples).batch_size for samples in (20, 500, 5000)] == [16, 50, 200]
+    assert Settings.of(estimator.set_params(batch_size=7), 5000).batch_size == 7
+
+
+@pytest.mark.parametrize(("cell", "rtol"), [("opteq", 0.5e-10), ("monotone", 1e-10)])
+def test_predictions_are_solved_to_1e_10_of_the_layer_without_its_skip_connection(labelled, cell, rtol):
+    estimator = small_classifier(max_iter=1, cell=cell, alpha=0.5).fit(*labelled)
+    assert estimator.network().equilibrium.stop.rtol == rtol
 
 
 def test_numbers_of_numpy_are_numbers(labelled):
