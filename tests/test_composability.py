@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
+from cell_conformance import function_of
 from opteq import Equilibrium, Status, Stop
 from opteq.cells import FunctionCell, OptEq
 from problems import Affine, with_norm
@@ -69,16 +70,6 @@ def captured_layer() -> tuple[Equilibrium, Affine]:
 
 
 both = pytest.mark.parametrize("make", [TanhLayer, OptEqLayer])
-
-
-def function_of(layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """layer(x) as a function of x and its parameters; and its parameters."""
-    names = [name for name, _ in layer.named_parameters()]
-
-    def function(x: Tensor, *values: Tensor) -> Tensor:
-        return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-
-    return function, tuple(p.detach().clone() for p in layer.parameters())
 
 
 def assert_close(found: object, wanted: object, tolerance: float = 1e-10) -> None:
