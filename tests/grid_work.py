@@ -62,7 +62,7 @@ def rendezvous(settings):
         started.write(f"{os.getpid()}\n")
     if settings["waits"]:
         wait_for(folder / "go")
-    return {"name": settings["name"], "pid": os.getpid(), "threads": threads()}
+    return {"name": settings["name"], "pid": os.getpid(), "threads": threads(), "limit": os.environ.get("OMP_NUM_THREADS")}
 
 
 def threads():

@@ -101,6 +101,14 @@ def test_the_result_of_another_function_is_not_taken(tmp_path):
     assert outcomes["x"].result["done"] == "nothing"
 
 
+def test_a_cell_of_another_version_of_the_package_is_run_again(tmp_path, monkeypatch):
+    cells = {"x": {"a": 1, "b": 7}}
+    run_grid(grid_work.product, cells, tmp_path, executor=Here())
+    monkeypatch.setattr(opteq, "__version__", "99.0")
+    assert not run_grid(grid_work.product, cells, tmp_path, executor=Here())["x"].cached
+    assert stored(tmp_path, "x")["version"] == "99.0"
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"name": "x"}'])
 def test_a_file_that_is_no_cell_is_replaced(tmp_path, content):
     (tmp_path / "cells").mkdir()
@@ -297,7 +305,7 @@ def test_local_processes_that_are_killed_lose_nothing_and_an_interrupt_ends_them
         raise KeyboardInterrupt
 
     def both_grids():
-        with executor("local", workers=2) as pool:
+        with executor("local", workers=2, threads=3) as pool:  # as many as no default has
             outcomes.update(run_grid(grid_work.misbehave, cells, tmp_path, executor=pool))
             run_grid(grid_work.rendezvous, waiting, tmp_path, executor=pool, tell=interrupt)
 
@@ -307,7 +315,7 @@ def test_local_processes_that_are_killed_lose_nothing_and_an_interrupt_ends_them
     assert "its worker process died 2 times" in outcomes.pop("kills always").error
     assert [outcome.error for outcome in outcomes.values()] == [None, None, None]
     assert os.getpid() not in {outcome.result["pid"] for outcome in outcomes.values()}
-    assert stored(tmp_path, "quick")["result"]["threads"] == 1
+    assert stored(tmp_path, "quick")["result"]["threads"] == 3
     assert not (tmp_path / "cells" / "slow.json").exists()
     with pytest.raises(ProcessLookupError):
         os.kill(int(lines(tmp_path / "started-slow")[0]), 0)
@@ -355,7 +363,7 @@ def test_dask_runs_a_grid_and_a_killed_worker_loses_nothing(tmp_path):
         os.kill(int(lines(tmp_path / "started-x1")[0]), signal.SIGKILL)
         (tmp_path / "go").write_text("now")
 
-    with executor("dask", workers=2) as cluster, executor("dask", address=cluster._client.scheduler.address) as pool:
+    with executor("dask", workers=2, threads=3) as cluster, executor("dask", address=cluster._client.scheduler.address) as pool:
         killer = threading.Thread(target=kill)
         killer.start()
         outcomes = run_grid(grid_work.rendezvous, cells, tmp_path, executor=pool, tell=told.append)
@@ -365,7 +373,8 @@ def test_dask_runs_a_grid_and_a_killed_worker_loses_nothing(tmp_path):
     started = lines(tmp_path / "started-x1")
     assert len(started) >= 2
     assert str(outcomes["x1"].result["pid"]) == started[-1] != started[0]
-    assert {outcome.result["threads"] for outcome in outcomes.values()} == {1}
+    assert {outcome.result["limit"] for outcome in outcomes.values()} == {"3"}  # Dask's own is 1
+    assert max(outcome.result["threads"] for outcome in outcomes.values()) <= 3  # as many as there are cores
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense://x"])
