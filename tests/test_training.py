@@ -24,6 +24,7 @@ from opteq.runs import Run, RunError, RunWarning
 from opteq.solvers import SAM, Picard
 from opteq.theory.certificates import Monitor
 from opteq.training import Callback, DivergenceError, Objective, TensorBoard, TrainConfig, evaluate, fit, set_mode, step_size
+from opteq.training.batches import Plan
 from opteq.training.display import Bar, Lines, display, summary
 from opteq.training.extras import JacobianPenalty, WarmStart
 from opteq.training.norms import Norms
@@ -753,6 +754,21 @@ def test_a_norm_that_leaves_the_well_posed_region_is_told_once_or_stops():
         fit(model, data(), None, replace(config, norms="stop"), callbacks=[Explode(model[1].cell.W, 2, 0.3)], verbose=False)
 
 
+def test_a_resumed_run_does_not_tell_of_the_same_norm_again(tmp_path):
+    config, model = replace(SGD, least_converged=0.0, norms="warn", lr=1e-6, checkpoint_every=1), make_model()
+
+    class Leave(Callback):
+        def step(self, step: int) -> None:
+            if step == 5:
+                raise KeyboardInterrupt
+
+    grow = Explode(model[1].cell.W, 2, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, data(), None, config, folder=tmp_path / "run", callbacks=[grow, Leave()], verbose=False)
+    result = fit(make_model(), data(), None, config, folder=tmp_path / "run", resume=True, verbose=False)
+    assert [row["step"] for row in result.history if row["kind"] == "event"] == [3]
+
+
 @pytest.mark.parametrize(
     ("cell", "text"),
     [
@@ -872,6 +888,26 @@ def test_one_sample_that_never_converges_does_not_stop_a_training_even_alone_in_
     x[:20, 0] = 9.0
     with pytest.raises(DivergenceError, match="of the samples converged in layer '0'"):
         fit(stubborn_model(), (x, y), None, replace(SGD, epochs=10), verbose=False)
+
+
+def test_a_resumed_run_remembers_a_batch_too_small_to_judge_by(tmp_path):
+    config = replace(SGD, least_converged=0.85, checkpoint_every=1)
+    plan, calls, (x, y) = Plan(11, 10, config.seed, drop_last=False), [], data(11)
+    (alone,) = plan.rows(1).tolist()
+    assert alone in plan.rows(2)  # 9 of 10 converge in that batch, and 9 of 11 with the one before
+    x[:, 0] = x[:, 0].clamp(-2, 2)
+    x[alone, 0] = 9.0
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        calls.append(0)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return cross_entropy(output, y)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(stubborn_model(), (x, y), None, config, loss=loss, folder=tmp_path / "run", verbose=False)
+    with pytest.raises(DivergenceError, match=r"step 2 .*: only 82% of the samples converged"):
+        fit(stubborn_model(), (x, y), None, config, loss=loss, folder=tmp_path / "run", resume=True, verbose=False)
 
 
 def test_layers_that_raise_are_under_the_guard_too():
