@@ -315,7 +315,7 @@ def test_the_settings_of_a_solve_reach_the_equilibrium():
     kinds = {"implicit": Implicit, "unrolled": Unrolled, "phantom": Phantom, "jacobian-free": JacobianFree}
     for name, kind in kinds.items():
         assert isinstance(layer(gradient=name).gradient, kind)
-    assert layer(gradient="unrolled", steps=9).gradient.steps == 9
+    assert [layer(gradient=name, steps=9).gradient.steps for name in ("unrolled", "phantom")] == [9, 9]
 
 
 def test_one_setting_of_a_solve_leaves_the_other_as_it_is():
@@ -411,6 +411,14 @@ def test_some_classes_are_relabelled_in_their_order():
     for new, old in enumerate((7, 3)):
         assert torch.equal(some.train.x[some.train.y == new], whole.train.x[whole.train.y == old])
     assert set(some.test.y.tolist()) == {0, 1}
+
+
+def test_the_classes_of_a_validation_part_are_chosen_too(monkeypatch):
+    whole = Data().load()
+    monkeypatch.setattr("opteq.recipes.data.load", lambda *given, **options: replace(whole, valid=whole.test))
+    found = Data(classes=(7, 3), test_limit=20).load()
+    assert torch.equal(found.valid.x, found.test.x)
+    assert set(found.valid.y.tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("classes", [(1, 1), (3,), (4, 10), (-1, 2)])
