@@ -80,6 +80,14 @@ def test_f_is_equation_4_1(kernel_size):
     assert cell.W2.shape == (6, 9, kernel_size, kernel_size)
 
 
+def test_the_state_has_the_wider_dtype_of_the_image_and_the_weights():
+    for cell, x in (
+        (block(0, 4, 4, groups=2), torch.ones(1, 4, 2, 2)),
+        (Residual(4, 4, groups=2), torch.ones(1, 4, 2, 2).double()),
+    ):
+        assert cell.initial(x).dtype is Equilibrium(cell, on_failure="ignore")(x).dtype is torch.float64
+
+
 def test_one_cell_takes_images_of_any_size():
     cell = block(0, 4, 4, groups=2)
     for size in ((4, 3), (7, 1), (2, 9)):
@@ -177,7 +185,7 @@ def test_the_residual_curves_of_figure_4_1():
         (lambda: Residual(12, 8), ValueError, "'groups' parameter of Residual must be a divisor of channels, 12, and of inner, 8"),
         (lambda: Residual(8, 12), ValueError, "'groups' parameter of Residual must be a divisor of channels, 8, and of inner, 12"),
         (lambda: Residual(8, 8, groups=0), ValueError, "'groups' parameter of Residual must be an integer >= 1"),
-        (lambda: Residual(8, 8, init="large"), ValueError, "'init' parameter of Residual must be 'small' or 'standard'"),
+        (lambda: Residual(8, 8, init="large"), ValueError, "'init' parameter of Residual must be one of 'small', 'standard'"),
     ],
 )
 def test_wrong_arguments_are_refused(make, error, message):
