@@ -46,10 +46,10 @@ class _Enough(Exception):
 
 
 class Watch(Callback):
-    """Notes memory and open files once a second, and ends the training when its time is over."""
+    """Notes memory and open files once a second, and ends the training when its time is over and it has made enough steps."""
 
-    def __init__(self, seconds: float) -> None:
-        self.begun, self.seconds = time.monotonic(), seconds
+    def __init__(self, seconds: float, least: int) -> None:
+        self.begun, self.seconds, self.least = time.monotonic(), seconds, least
         self.rows: list[tuple[float, float, int]] = []
         self.steps = 0
 
@@ -58,7 +58,7 @@ class Watch(Callback):
         if not self.rows or now - self.rows[-1][0] >= min(1.0, self.seconds / 20):
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             self.rows.append((now, pages * resource.getpagesize() / 2**20, len(os.listdir("/proc/self/fd"))))
-        if now > self.seconds:
+        if now > self.seconds and step >= self.least:
             raise _Enough
 
 
@@ -78,7 +78,7 @@ def soak(folder: Path, seconds: float, every: float = 5.0) -> Soaked:
         "lr": 1e-6,
     }  # at 1e-3, ||W|| leaves its ball within the hour
     config = replace(survivor.CONFIG, checkpoint_every=often, log_every=often, **endless)
-    watch, data = Watch(seconds), survivor.data()
+    watch, data = Watch(seconds, 4 * often), survivor.data()
     with suppress(_Enough):
         fit(survivor.make_model(), data, data, config, folder=folder / "run", callbacks=(watch,), verbose=False)
     rows = np.array([row for row in watch.rows if row[0] > WARM * seconds])
