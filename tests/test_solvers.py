@@ -271,6 +271,26 @@ def test_more_memory_takes_fewer_evaluations() -> None:
     assert counts[-1] <= 2 * 8 + 2  # on linear maps of dimension 8: about what GMRES does
 
 
+# Accelerated
+
+
+def test_momentum_begins_anew_where_it_opposes_the_step_or_the_residual_grew() -> None:
+    rate = torch.tensor([[0.99, 0.5], [0.9, 0.97]], dtype=torch.float64)
+    fn = CallableMap(lambda z: rate * z + 1)
+    state, z = Accelerated().init(fn, torch.zeros_like(rate)), torch.zeros_like(rate)
+    before, t, worst, restarts = z, torch.ones(2, dtype=torch.float64), torch.full((2,), math.inf, dtype=torch.float64), 0
+    for _ in range(60):
+        r, move = fn(z) - z, fn(z) - before
+        opposed, grew = (r * move).sum(1) < 0, r.norm(dim=1) > worst
+        t = torch.where(opposed | grew, 1.0, t)
+        following = (1 + (1 + 4 * t**2).sqrt()) / 2
+        worst, before, restarts = r.norm(dim=1).minimum(worst), fn(z), restarts + int((opposed & ~grew).sum())
+        z, t = fn(z) + ((t - 1) / following)[:, None] * move, following
+        state = Accelerated().step(fn, state)
+        torch.testing.assert_close(state.z, z, rtol=1e-11, atol=1e-11)
+    assert restarts > 1
+
+
 # Broyden
 
 
@@ -311,9 +331,12 @@ def test_newton_never_makes_the_residual_worse_than_the_start(seed: int, norm: f
     with torch.no_grad():
         state = Newton().init(fn, z0)
         for _ in range(5):
+            before = state
             state = Newton().step(fn, state)
             size = (fn(state.z) - state.z).norm(dim=1)
             assert (size <= first * (1 + 1e-12)).all()
+            plain = (state.z == before.value()).all(dim=1)  # where Newton's step does not let the residual fall
+            assert (plain | (state.size <= before.size)).all()
             assert torch.allclose(size, state.size, rtol=1e-9, atol=1e-13)
     found = solve(fn, z0, Newton(), Stop(rtol=1e-10, max_steps=5))
     assert (found.residual.numpy() <= residual(fn, z0) * (1 + 1e-12)).all()
