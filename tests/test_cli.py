@@ -1,9 +1,11 @@
 """The command: exit codes, one line an error with its remedy, and what each command prints and writes."""
 
+import importlib
 import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -21,9 +23,9 @@ import grid_work
 import opteq
 from data_files import random_bytes, write_camvid, write_idx, write_image
 from opteq import cli, experiments
-from opteq.cli import bench, processes, train
+from opteq.cli import bench, certify, common, processes, train
 from opteq.grids import run_grid
-from opteq.recipes import KINDS, Data, Recipe, load_model
+from opteq.recipes import KINDS, Data, Gaussian, Monotone, Recipe, load_model
 from opteq.runs import Run
 from opteq.training import Callback, DivergenceError, LostProcessError, World
 from opteq.training.watch import Trouble
@@ -90,13 +92,21 @@ def test_the_help_of_a_command_teaches_by_an_example_and_shows_defaults(command,
     assert "(default: " in text
 
 
-def test_the_examples_of_the_help_are_ones_that_the_parser_takes(monkeypatch, capsys):
-    """But for files that they name: they get as far as that."""
-    monkeypatch.setattr(train, "run", lambda *arguments, **options: pytest.fail("nothing is trained here"))
-    for name in ("train", "certify", "landscape", "report", "experiment", "data", "info"):
-        example = cli.COMMANDS[name].example.split()[1:]
-        code = cli.main([*example, "--help"])
-        assert code == 0, capsys.readouterr().err
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "bench"])  # which hands its arguments on
+def test_the_examples_of_the_help_are_ones_that_the_parser_takes(name, monkeypatch, capsys):
+    """They get as far as that: it takes them in earnest, and then the command ends."""
+    module, parse = importlib.import_module(f"opteq.cli.{name}"), common.parse
+
+    def parsed(*given, **named):
+        parse(*given, **named)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(module, "parse", parsed, raising=False)
+    monkeypatch.setattr(common, "parse", parsed)  # of what imports it when it is called
+    examples = [cli.COMMANDS[name].example, *re.findall(r"^ +\$ (opteq [^\n\"]*)", Path(module.__file__).read_text(), re.MULTILINE)]
+    for example in examples:
+        if not {"--resume", "--help"} & set(example.split()):  # it would read the run, or read no further
+            assert cli.main(shlex.split(example)[1:]) == 0, f"{example}: {capsys.readouterr().err}"
 
 
 def test_an_unknown_command_is_refused_with_the_nearest_one(capsys):
@@ -593,6 +603,16 @@ def test_a_broken_promise_ends_with_1(monkeypatch, capsys):
     monkeypatch.setattr("opteq.cli.certify.train_certified", trained)
     assert cli.main(["certify", "scaled-relu", *FEW, "--init", "--train", "1"]) == 1
     assert "BROKEN: loss <= 1 is broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "theory", "norm"), [(Gaussian(), "off", 8.0), (Gaussian(), "unit", 1.0), (Monotone(), "off", 1.0)]
+)
+def test_the_data_of_a_certificate_have_the_norm_of_the_theory(model, theory, norm):
+    """sqrt(d) of the 8 x 8 pixels of digits for gaussian."""
+    _, X, y = certify._problem(certify.Certify(model, Data(limit=4, test_limit=4, theory=theory)))
+    torch.testing.assert_close(X.norm(dim=1), torch.full((4,), norm, dtype=torch.float64))
+    assert sorted(y.tolist()) == [-1, -1, 1, 1]
 
 
 def test_where_no_start_is_certified_the_reason_is_printed(capsys):
