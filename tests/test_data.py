@@ -282,6 +282,11 @@ def test_a_name_of_many_lines_is_refused_with_one(tmp_path):
     assert len(check_refused(tmp_path, name + name + b"\x93")) < 300 + len(str(tmp_path))
 
 
+@pytest.mark.parametrize("opcode", [b"r" + struct.pack("<I", 2**20), b"p1048576\n"], ids=["LONG_BINPUT", "PUT"])
+def test_a_pickle_gets_no_room_for_more_objects_than_it_has(tmp_path, opcode):
+    assert "it has 3 bytes before the object that it counts as number 1048576" in check_refused(tmp_path, b"N" + opcode)
+
+
 def test_a_stray_binary_batch_does_not_hide_the_python_ones(tmp_path):
     write_cifar_python(tmp_path)
     (tmp_path / "data_batch_1.bin").write_bytes(b"stray")
@@ -341,10 +346,10 @@ def test_a_grey_image_and_a_large_jpeg_become_three_channels(tmp_path):
 
 
 def test_sixteen_bits_are_scaled_and_pixels_of_no_known_range_refused(tmp_path):
-    levels = np.array([[0, 257 * 10], [257 * 128, 65535]], dtype=np.uint16)
+    levels = np.array([[200, 257 * 10], [257 * 128, 65535]], dtype=np.uint16)
     Image.fromarray(levels).save(tmp_path / "a.png")
     x = Images([str(tmp_path / "a.png")], (2, 2))[0]
-    assert torch.allclose(x[0] * 255, torch.tensor([[0.0, 10.0], [128.0, 255.0]]), atol=1e-4)
+    assert torch.allclose(x[0] * 255, torch.tensor([[1.0, 10.0], [128.0, 255.0]]), atol=1e-4)  # to the nearest
     Image.fromarray(levels.astype(np.float32)).save(tmp_path / "b.tiff")
     with pytest.raises(ValueError, match="floating-point numbers of no known range"):
         Images([str(tmp_path / "b.tiff")], (2, 2))[0]
