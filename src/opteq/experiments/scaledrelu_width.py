@@ -5,7 +5,9 @@ step 1e-3 = 1/N, from A = I, b = 0 and W ~ N(0, 1/m). The data: 500 + 500 images
 testing, grey, 28 x 28 pixels, of norm 1. The paper says (Section 7.1) that as m grows the training loss falls faster and the test
 loss ends lower, and that gamma ||A(k)|| stays approximately gamma. It prints no numbers; the widths are not in its text, nor how
 near is near (here: within half of gamma), nor which numbers stand for the classes. Here they are 0 and 1: with -1 and 1, twice as
-far apart, the step 1e-3 is too large for CIFAR-10 and SVHN: the loss goes up and down.
+far apart, the step 1e-3 is too large for CIFAR-10 and SVHN: the loss goes up and down. On SVHN it does so with 0 and 1 as well, in
+the second half of the run: single values are decided by rounding there, and another machine has others. That is why the loss at
+the end is a median.
 
 Run `python -m opteq.experiments.scaledrelu_width --preset small --data-dir DATA`. Each data set at each width with each seed, which
 draws the samples and W, is one cell of a grid. `small` takes MNIST and those of the other data sets that are found; a subset of
