@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opteq.checks import check_finite, check_instance, check_integer, check_number, invalid
+from opteq.checks import check_choice, check_finite, check_instance, check_integer, check_number, invalid
 from opteq.diagnostics.arnoldi import NotFiniteError
 from opteq.diagnostics.finding import Columns, Finding
 from opteq.diagnostics.keeping import kept
@@ -140,8 +140,7 @@ def _check(model: nn.Module, loss: Loss, k: int, which: str, probes: int, rtol: 
     for name, value, least in (("k", k, 1), ("probes", probes, 0), ("restarts", restarts, 1), ("seed", seed, 0)):
         check_integer(owner, name, value, least)
     check_number(owner, "rtol", rtol, 0.0, open_low=True)
-    if which not in ARPACK:
-        raise ValueError(invalid(owner, "which", "'largest', 'smallest' or 'modulus'", which))
+    check_choice(owner, "which", which, tuple(ARPACK))
     if probes == 1:
         raise ValueError(invalid(owner, "probes", "0, or at least 2 for a standard error", probes))
     check_finite(model, model.named_parameters())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from opteq.checks import check_floating, check_instance, check_integer, check_number, invalid
+from opteq.checks import check_choice, check_floating, check_instance, check_integer, check_number, invalid
 
 ADAPTIVE = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun")
 FIXED = ("euler", "midpoint", "rk4")
@@ -71,8 +71,7 @@ class NeuralODE(nn.Module):
         super().__init__()
         check_instance(self, "field", field, nn.Module, "an nn.Module")
         check_integer(self, "augment", augment, 0)
-        if method not in (*ADAPTIVE, *FIXED):
-            raise ValueError(invalid(self, "method", "one of " + ", ".join(map(repr, (*ADAPTIVE, *FIXED))), method))
+        check_choice(self, "method", method, (*ADAPTIVE, *FIXED))
         check_number(self, "rtol", rtol, 0.0, open_low=True)
         check_number(self, "atol", atol, 0.0, open_low=True)
         check_integer(self, "steps", steps, 1)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opteq.checks import all_finite, check_floating, check_instance, check_integer, check_number, invalid
+from opteq.checks import all_finite, check_choice, check_floating, check_instance, check_integer, check_number, invalid
 from opteq.maps import Map
 from opteq.models import Readout
 from opteq.operators import Dense
@@ -210,8 +210,7 @@ def gradient_flow(
     at = _check_times(times)
     rtol = max(1e-6, 1000 * network.eps) if rtol is None else rtol
     check_number("gradient_flow", "rtol", rtol, 100 * network.eps, 0.1)
-    if method not in get_args(Method):
-        raise ValueError(invalid("gradient_flow", "method", " or ".join(map(repr, get_args(Method))), method))
+    check_choice("gradient_flow", "method", method, get_args(Method))
     try:
         theta = network.theta0[:, None] if at[-1] == 0 else _integrate(network, at, rtol, method)
         losses = [network.loss(column) for column in theta.T]
