@@ -211,6 +211,15 @@ def test_the_forward_step_lies_where_the_iteration_contracts(seed, m, scale):
     assert torch.linalg.matrix_norm(T, 2) < 1
 
 
+@pytest.mark.parametrize("m", [0.05, 2.0])
+def test_the_automatic_step_is_that_of_its_formula(m):
+    _, fn, W = bound("dense", m)
+    L = float(torch.linalg.matrix_norm(torch.eye(len(W), dtype=W.dtype) - W, 2))
+    formula = 1 / math.sqrt(L * max(m, min(0.6, L)))
+    assert formula <= PeacemanRachford().prepare(fn).step <= 1.2 * formula  # the estimate of L may be a fifth too small
+    assert PeacemanRachford(0.3).prepare(fn).step == 0.3
+
+
 def test_the_end_of_the_interval_of_forward_steps_is_open():
     """Thesis, Section 3.2.2 prints (0, 2 m / L^2]: at its end a skew W makes T an isometry."""
     m, turn = 1.0, torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
