@@ -562,3 +562,100 @@ def test_batches_whose_samples_depend_on_each_other_end_where_they_met_the_toler
     cell = DeepOptEq([OptEq(4, 8, 16), OptEq(4, 8, 12, alpha=0.5)], regularizer=HSIC(), gamma=0.01).double()
     found = Equilibrium(cell, stop=Stop(rtol=1e-3, max_steps=200), on_failure="ignore").solve(torch.randn(5, 4).double())
     assert torch.equal(found.converged, found.residual <= 1e-3)
+
+
+# What f may hold, and how it may be asked
+
+
+class Sine(torch.autograd.Function):
+    """A Function in the old style, which torch.func refuses."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor) -> Tensor:
+        ctx.save_for_backward(a)
+        return torch.sin(a)
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return g * torch.cos(ctx.saved_tensors[0])
+
+
+class Wave(nn.Module):
+    """0.6 sin(W z + b + x)."""
+
+    def __init__(self, sine: Callable[[Tensor], Tensor] = torch.sin) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.sine = nn.Linear(4, 4).double(), sine
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.6 * self.sine(self.inner(z) + x)
+
+
+def wave_layer(f: nn.Module, recompute: bool = False) -> tuple[Equilibrium, Tensor]:
+    """Its samples end at different steps, so that some are dropped in the midst of a solve."""
+    x = torch.logspace(-3, 1, 6, dtype=torch.float64)[:, None] * torch.arange(1.0, 5.0, dtype=torch.float64).sin()
+    return Equilibrium(FunctionCell(f, (4,)), stop=TIGHT, gradient=Implicit(recompute=recompute), on_failure="raise"), x
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_functions_in_the_old_style_and_backward_hooks_inside_f_change_nothing(recompute):
+    wanted = gradients(*wave_layer(Wave(), recompute))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(*wave_layer(Wave(Sine.apply), recompute)), wanted, strict=True))
+    f, seen = Wave(), []
+    f.inner.register_full_backward_hook(lambda module, inputs, outputs: seen.append(inputs[0].shape))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(*wave_layer(f, recompute)), wanted, strict=True))
+    assert {shape[0] for shape in seen} > {6}  # at every product, also after samples were dropped
+
+
+class Silent(nn.Module):
+    """1, whatever z and x are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.ones_like(z)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_f_that_depends_on_nothing_has_no_gradient(recompute):
+    layer = Equilibrium(FunctionCell(Silent(), (3,)), gradient=Implicit(recompute=recompute), on_failure="raise")
+    x = torch.ones(2, 3, requires_grad=True)
+    z = layer(x)
+    z.sum().backward(retain_graph=True)
+    assert x.grad is None
+    assert layer.cell.f.w.grad is None
+    assert not any(g.any() for g in torch.autograd.grad(z.sum(), [x, layer.cell.f.w], create_graph=True))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_backward_pass_under_autocast_is_the_one_outside_of_it(create_graph):
+    f = Wave().float()
+    layer, x = Equilibrium(FunctionCell(f, (4,)), stop=Stop(rtol=1e-6)), wave_layer(f)[1].float()
+    z = layer(x)
+    wanted = torch.autograd.grad(z.sum(), list(f.parameters()), create_graph=create_graph, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(z.sum(), list(f.parameters()), create_graph=create_graph)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_tangent_under_autocast_is_the_one_outside_of_it():
+    layer, x = wave_layer(Wave().float())
+    layer.stop, x = Stop(rtol=1e-6), x.float()
+    wanted = torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1], wanted)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_vmap_of_autograd_itself_is_refused_with_the_remedy(captured):
+    f = Wave()
+    _, x = wave_layer(f)
+    layer = Equilibrium(FunctionCell((lambda z, x: f(z, x)) if captured else f, (4,)))
+    with pytest.raises(RuntimeError, match=r"is_grads_batched.*torch\.func\.jacrev"):
+        torch.autograd.functional.jacobian(layer, x, vectorize=True)
+    if not captured:
+        with pytest.raises(RuntimeError, match=r"is_grads_batched.*torch\.func\.jacrev"):
+            torch.autograd.functional.jacobian(layer, x, vectorize=True, strategy="forward-mode")

@@ -93,7 +93,7 @@ class Tape:
             self.point = z.detach().requires_grad_()
             value = self.fn(self.point)
             check_tensor(value)
-            self.value = _place(value) if value.requires_grad else None
+            self.value = _place(value)
         return value.detach()
 
     def is_at(self, z: Tensor) -> bool:
@@ -102,8 +102,11 @@ class Tape:
 
 
 def _place(value: Tensor) -> GradientEdge:
-    """Where a view of a tensor is in the graph: before PyTorch 2.9 the node of a Function in Python dies with the tensor itself."""
-    return get_gradient_edge(value.view_as(value))
+    """Where a view of a tensor is in the graph: before PyTorch 2.9 the node of a Function in Python dies with the tensor itself.
+
+    A value that depends on nothing is a leaf of a graph of its own.
+    """
+    return get_gradient_edge(value.view_as(value) if value.requires_grad else value.detach().requires_grad_())
 
 
 def equilibrium(fn: Map, z0: Tensor, problem: Problem, *, closed: bool | None = None) -> tuple[Solution, Record]:
@@ -180,24 +183,28 @@ class _Equilibrium(torch.autograd.Function):
         g, needed = grads[0], ctx.needs_input_grad[4:]
         if g is None:
             return (None,) * len(ctx.needs_input_grad)
+        _refuse_stacked(g)
         if ctx.nonfinite:
             operands, z, g = quarantined(ctx.template, operands, z, g, codes)
             ctx.tape = None
         wanted = [i for i, need in enumerate(needed) if need]
-        if torch.is_grad_enabled() or not _ordinary(g, z, *operands):
-            found = iter(_differentiable_adjoint(ctx.template, operands, wanted, z, g, ctx.problem))
-        else:
-            found = iter(_adjoint(ctx.template, operands, wanted, z, g, ctx.problem, ctx.tape))
-            ctx.tape = ctx.tape if torch._C._autograd._get_current_graph_task_keep_graph() else None
+        with torch.autocast(z.device.type, enabled=False):
+            if torch.is_grad_enabled() or not _ordinary(g, z, *operands):
+                found = iter(_differentiable_adjoint(ctx.template, operands, wanted, z, g, ctx.problem))
+            else:
+                found = iter(_adjoint(ctx.template, operands, wanted, z, g, ctx.problem, ctx.tape))
+                ctx.tape = ctx.tape if torch._C._autograd._get_current_graph_task_keep_graph() else None
         return (None, None, None, None, *(next(found) if need else None for need in needed))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        for t in tangents:
+            _refuse_stacked(t)
         *operands, z, codes = (primal(t) for t in ctx.saved_tensors)
         given = [primal(t) if t is not None else None for t in tangents[4:]]
         wanted = [i for i, t in enumerate(given) if t is not None]
         # PyTorch turns forward mode off in here, which would make forward-over-forward silently wrong.
-        with forward_ad._set_fwd_grad_enabled(True):
+        with forward_ad._set_fwd_grad_enabled(True), torch.autocast(z.device.type, enabled=False):
             if ctx.nonfinite:
                 operands, z, _ = quarantined(ctx.template, operands, z, z, codes)
             partial, chosen = _partial(ctx.template, operands, wanted, z), [operands[i] for i in wanted]
@@ -250,13 +257,21 @@ def _ordinary(*tensors: Tensor) -> bool:
     return forward_ad._current_level < 0 and not any(is_transformed(t) for t in tensors)
 
 
+def _refuse_stacked(g: Tensor | None) -> None:
+    """Raise for a stack of derivatives that torch.autograd maps over by a vmap of its own, into which no loop can look."""
+    if g is not None and torch._C._functorch.is_legacy_batchedtensor(g):
+        raise RuntimeError(
+            "An equilibrium cannot follow torch.autograd with is_grads_batched=True or vectorize=True. "
+            "Take torch.func.jacrev, jacfwd or hessian, or torch.func.vmap over torch.func.vjp, which do the same."
+        )
+
+
 def _differentiable_adjoint(
     template: Map, operands: Sequence[Tensor], wanted: Sequence[int], z: Tensor, g: Tensor, problem: Problem
 ) -> Sequence[Tensor | None]:
     """(df/dtheta)' v for the wanted operands theta, with v = J' v + g."""
     v = _linearized(template.filled(operands), z, g, problem, transposed=True, closed=True)
-    with torch.autocast(z.device.type, enabled=False):
-        return pullback(_partial(template, operands, wanted, z), *(operands[i] for i in wanted))(v)
+    return pullback(_partial(template, operands, wanted, z), *(operands[i] for i in wanted))(v)
 
 
 def _adjoint(
@@ -279,7 +294,7 @@ def _adjoint(
 
     def value() -> GradientEdge:
         if not graph:
-            with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
+            with torch.enable_grad():
                 graph.append(_place(partial(*chosen)))
         return graph[0]
 
@@ -383,6 +398,7 @@ class _NewtonStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (z,), g = ctx.saved_tensors, grads[0]
+        _refuse_stacked(g)
         if ctx.inner and _negligible(g, ctx.seen, ctx.problem):
             return (None,) * 6
         if not ctx.inner and not is_transformed(g):

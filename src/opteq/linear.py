@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opteq.batch import at_least_single, combine, dot, dots, is_zero, lined, norm, per_sample_like, taken, unlined
-from opteq.checks import check_integer, check_number
+from opteq.checks import check_integer, check_number, is_transformed
 from opteq.convex import ConvexMap, raised
 from opteq.maps import Jacobian, Map
 from opteq.products import product
@@ -55,7 +55,7 @@ class LinearizedMap(Map):
     @cached_property
     def jacobian(self) -> Jacobian:
         """J, linearised once however many products follow."""
-        return self.base.linearize(self.z) if self.known is None else self.known
+        return _linearized(self.base, self.z) if self.known is None else self.known
 
     def replace_leaves(self, replace: Replace) -> Self:
         """The same map with each tensor exchanged, which forgets the J that is known unless z stays where it is."""
@@ -82,6 +82,22 @@ class LinearizedMap(Map):
         forward, backward = self.jacobian.jvp, self.jacobian.vjp
         jvp, vjp = (backward, forward) if self.transposed else (forward, backward)
         return Jacobian(jvp=jvp, vjp=vjp, symmetric=self.symmetric)
+
+
+def _linearized(fn: Map, z: Tensor) -> Jacobian:
+    """J at z, inside of a solve by a graph where f has no closed form: torch.func refuses backward hooks and old Functions in f."""
+    if type(fn).linearize is not Map.linearize or torch.is_grad_enabled() or is_transformed(z):
+        return fn.linearize(z)
+    with torch.enable_grad():
+        point = z.detach().requires_grad_()
+        value = fn(point)
+
+    def vjp(v: Tensor) -> Tensor:
+        if not value.requires_grad:
+            return torch.zeros_like(v)
+        return torch.autograd.grad(value, point, v, retain_graph=True, materialize_grads=True)[0]
+
+    return Jacobian(jvp=lambda v: fn.linearize(z).jvp(v), vjp=vjp, symmetric=fn.symmetric)
 
 
 def linear_solver(fn: Map) -> "CG | GMRES":
