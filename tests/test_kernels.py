@@ -65,7 +65,7 @@ def arc_cosine(covariance: Tensor) -> Tensor:
 
 
 def exact_kernel(t: Any, sigma_w2: float, *, tangent: bool) -> Any:
-    """The kernel of two inputs of norm sqrt(d) at the angle t, by bisection with 60 digits."""
+    """The kernel of two inputs of norm sqrt(d) at the angle t, by bisection with 80 digits."""
     s, cos_x = mp.mpf(sigma_w2), mp.cos(t)
     low, high = cos_x, mp.mpf(1)
 
@@ -80,11 +80,11 @@ def exact_kernel(t: Any, sigma_w2: float, *, tangent: bool) -> Any:
 
 
 @pytest.mark.parametrize("tangent", [False, True])
-@pytest.mark.parametrize("sigma_w2", [0.0, 1e-10, 0.08, 0.5, 0.999])
+@pytest.mark.parametrize("sigma_w2", [0.0, 1e-10, 0.08, 0.5, 0.999, 1 - 1e-12])
 def test_kernels_are_exact_to_rounding_at_every_angle(sigma_w2: float, tangent: bool) -> None:
     kernel = tangent_limit if tangent else population_kernel
     near = [1e-14, 1e-9, 1e-6, 1e-3]
-    with mp.workdps(60):
+    with mp.workdps(80):
         for angle in [*near, 0.3, 1.0, 1.6, 2.5, *(math.pi - t for t in near[1:])]:
             X = torch.tensor([[math.sqrt(2), 0], [math.cos(angle), math.sin(angle)]], dtype=torch.float64)
             x, y = (mp.mpf(v) for v in X[1].tolist())

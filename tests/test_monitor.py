@@ -179,6 +179,8 @@ def test_steps_are_counted_or_given() -> None:
     assert monitor(6) is not None
     assert monitor(8) is None
     assert monitor.run.at == (0, 3, 6)
+    monitor.rewind(20)  # there is nothing that came after
+    assert (monitor.k, monitor.run.at) == (8, (0, 3, 6))
     for k in (8, 0):
         with pytest.raises(ValueError, match="'k'"):
             monitor(k)

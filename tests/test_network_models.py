@@ -343,6 +343,7 @@ def test_repeated_takes_any_cell_and_nears_its_equilibrium():
     cell, x = OptEq(3, 5, 4).double(), images(4, 3)
     z = Equilibrium(cell, stop=Stop(1e-12))(x)
     torch.testing.assert_close(Repeated(cell, 60)(x), z, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(Repeated(cell, 1, Picard(damping=0.5))(x), cell.bind(x)(torch.zeros_like(z)) / 2)
 
 
 # Neural ODEs
@@ -437,9 +438,10 @@ def test_resnets_reduce_an_image_of_224_to_7(make, channels):
         assert model(x).shape == (2, 1000)
 
 
-def test_a_residual_block_is_relu_of_its_shortcut_and_its_convolutions():
+@pytest.mark.parametrize("bottleneck", [True, False])
+def test_a_residual_block_is_relu_of_its_shortcut_and_its_convolutions(bottleneck):
     torch.manual_seed(0)
-    net, x = ResNet((2, 1), bottleneck=True, in_channels=2).double().eval(), images(1, 2, 16, 16)
+    net, x = ResNet((2, 1), bottleneck=bottleneck, in_channels=2).double().eval(), images(1, 2, 16, 16)
     for part in net.modules():
         if isinstance(part, nn.BatchNorm2d):
             nn.init.uniform_(part.weight, 0.5, 1.5), nn.init.normal_(part.bias), nn.init.normal_(part.running_mean)
@@ -452,11 +454,12 @@ def test_a_residual_block_is_relu_of_its_shortcut_and_its_convolutions():
 
     y = nn.functional.max_pool2d(relu(step(net[0], x, 2)), 3, 2, 1)
     for block, stride in ((net[3][0], 1), (net[3][1], 1), (net[4][0], 2)):
-        first, second, third = block.layers
-        inside = step(third, relu(step(second, relu(step(first, y)), stride)))
+        *first, strided, last = block.layers
+        inside = relu(step(first[0], y)) if first else y
+        inside = step(last, relu(step(strided, inside, stride)))
         y = relu(inside + (y if isinstance(block.shortcut, nn.Identity) else step(block.shortcut, y, stride)))
     torch.testing.assert_close(net(x), y)
-    assert (net.out_channels, net.reduction) == (512, 8)
+    assert (net.out_channels, net.reduction) == (512 if bottleneck else 128, 8)
 
 
 def test_a_resnet_begins_by_the_rule_of_he_for_its_outputs():

@@ -371,6 +371,8 @@ def test_requirements_tell_whether_the_problem_is_convex():
     assert not outside.convex
     assert outside.requirements[0].lhs == pytest.approx(2.25)
     assert "FAILS" in str(outside)
+    (scaled,) = recover_problem(layer(0.9, activation="sigmoid", mu=2.5)).requirements
+    assert (scaled.lhs, scaled.rhs) == (pytest.approx(0.81 * 2.5), 2.5)
     assert not recover_problem(DeepOptEq([layer()], regularizer=Incay())).convex
     too_long = recover_problem(DeepOptEq([layer()], regularizer=L2(), gamma=2.5))
     assert [r.name for r in too_long.requirements if not r.holds] == ["gamma L_R <= 2"]

@@ -97,6 +97,8 @@ def test_gradients_have_the_layout_of_their_parameters(asked):
     assert W.grad.is_contiguous()
     assert V.grad.is_contiguous()
     torch.testing.assert_close(V.grad, W.grad.T)
+    made = torch.autograd.grad((linear(a, W) + product(a, V)).sum(), (W, V))  # no optimizer lays these out anew
+    assert all(gradient.is_contiguous() for gradient in made)
 
 
 def test_a_backward_pass_computes_what_it_is_asked_for_only(asked, monkeypatch):
