@@ -91,10 +91,10 @@ def test_the_rate_is_about_k_to_the_minus_min_rho_c(rho, c):
     A, b = plane()
     R = ToTarget(randn(8, seed=7))
     least = R.target - A.T @ (A @ R.target - b)
-    counts = [300, 1000, 3000, 10_000]
+    counts = [300, 1000, 3000]
     errors = errors_along(toward(A, b), torch.zeros(1, 8, dtype=torch.float64), SAM(R, rho=rho, c=c), counts, least)
     slope = np.polyfit(np.log(counts), np.log(errors), 1)[0]
-    assert 0.85 <= -slope / min(rho, c) <= 2, (slope, errors)
+    assert 0.85 <= -slope / min(rho, c) <= 1.2, (slope, errors)
 
 
 def test_a_start_at_a_fixed_point_is_left_all_the_same():
