@@ -306,7 +306,8 @@ class _Loop:
         rows, z, at = self.candidates(state, wanted)
         value = (self.fn if at is z else self.fn.select(rows))(at)
         self.evals += 1
-        size, scale = size.index_copy(0, rows, norm(value - at)), scale.index_copy(0, rows, norm(value))
+        size = torch.where(wanted, size.index_copy(0, rows, norm(value - at)), size)  # of the others nothing is learnt: what
+        scale = torch.where(wanted, scale.index_copy(0, rows, norm(value)), scale)  # they do must not depend on their batch-mates
         failed = (wanted & ~self.meets(size, scale))[rows]
         if failed.any():
             state = state.corrected(rows[failed], at[failed], value[failed])
