@@ -1,4 +1,7 @@
 import math
+import pickle
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 
 import pytest
@@ -97,6 +100,17 @@ def test_raise_if_failed_passes_a_good_solution_on_and_names_the_remedy_of_a_bad
     assert caught.value.solution is bad
     undefined = solve(lambda z: z * math.nan, zeros(2, 3), Picard())
     assert "The worst relative residual is unknown" in undefined.explain()
+
+
+@pytest.mark.parametrize("again", [copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
+def test_an_error_goes_from_a_process_to_another_with_its_solution(again: Callable[[object], ConvergenceError]) -> None:
+    found = solve(lambda z: 0.99 * z + 1, zeros(2, 3), Picard(), Stop(max_steps=5))
+    error = ConvergenceError(found.explain(), found)
+    error.add_note("in the third layer")
+    sent = again(error)
+    assert (str(sent), sent.__notes__) == (str(error), ["in the third layer"])
+    assert torch.equal(sent.solution.z, found.z)
+    assert sent.solution.statuses == found.statuses
 
 
 def test_the_absolute_tolerance_counts_too() -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -189,6 +189,10 @@ class ConvergenceError(RuntimeError):
     def __init__(self, message: str, solution: "Solution") -> None:
         super().__init__(message)
         self.solution = solution
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With the solution, so that it can be copied, and sent from a process to another."""
+        return type(self), (*self.args, self.solution), vars(self)
 
 
 def relative(size: Tensor, scale: Tensor) -> Tensor:
