@@ -49,7 +49,8 @@ def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: i
     stuck = torch.zeros_like(worse)
     products += 1
     if worse.any():
-        trial, stuck, tries = _shortened(fn, state, delta, trial, worse.nonzero()[:, 0])
+        rows = (worse & ~state.error.isnan()).nonzero()[:, 0]  # no length helps a sample of NaN
+        trial, stuck, tries = _shortened(fn, state, delta, trial, rows)
         products += tries
     fell = trial.size < state.best
     modes = _modes(state, active, fell, stuck)
