@@ -9,7 +9,8 @@ from opteq import Equilibrium, Map, Stop, solve
 from opteq.cells import GaussianDEQ, Monotone, OptEq
 from opteq.gradients import Implicit, default_linear, default_solver, in_mixed_precision
 from opteq.linear import GMRES, LinearizedMap
-from opteq.solvers import Anderson, ForwardBackward, MixedPrecision, Newton, PeacemanRachford, Picard
+from opteq.regularizers import L2
+from opteq.solvers import SAM, Anderson, ForwardBackward, MixedPrecision, Newton, PeacemanRachford, Picard
 from opteq.solvers.mixed import MixedMap
 
 CELLS = {
@@ -238,3 +239,16 @@ def test_a_solution_that_is_exact_to_rounding_is_known_as_one(seed):
     fn, z = cell.bind(x), cell.initial(x)
     for _ in range(3):  # the residual is some eps by then: whether it changes along itself cannot be seen
         z = solve(fn, z, mixed(fn, 1e-12), Stop(rtol=1e-12)).raise_if_failed().z
+
+
+@pytest.mark.parametrize("name", ["solver", "linear"])
+def test_a_solver_that_seeks_one_of_several_fixed_points_is_refused(name):
+    parts = {"solver": Anderson(), "linear": GMRES()} | {name: SAM(L2())}
+    with pytest.raises(TypeError, match=f"'{name}' parameter of MixedPrecision must be a Solver for maps with one fixed point"):
+        MixedPrecision(**parts)
+
+
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_f_must_return_a_tensor(start):
+    with pytest.raises(TypeError, match="must return a tensor"):
+        solve(lambda z: [z], torch.full((2, 3), start, dtype=torch.float64), MixedPrecision(Anderson(), GMRES()))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from opteq.batch import is_zero, nothing, per_sample_like, sound_samples
-from opteq.checks import check_instance, check_integer, check_number
+from opteq.checks import check_instance, check_integer, check_number, invalid
 from opteq.linear import LinearizedMap
-from opteq.maps import Map
+from opteq.maps import Map, first_value
 from opteq.solution import Stop
 from opteq.solve import solve_map
 from opteq.solver import ResidualState, Solver, State, residual_at
@@ -120,7 +120,7 @@ class MixedPrecision(Solver):
     A step of float32 takes half of the time of one in float64, or less, and two or three evaluations in float64 remain. Each step
     is one correction. Where they cease to help, since float32 does not hold the numbers or J is too close to I, `solver` goes on in
     float64. The default for float64 where matrices are large. `solver`: for z = f(z), in float32 first; `linear`: for the
-    corrections; `rtol`, `max_steps`: those of the Stop that is to be met.
+    corrections; `rtol`, `max_steps`: those of the Stop that is to be met. f is called in both: what it captures stays in float64.
 
     Examples:
         >>> import torch
@@ -144,6 +144,9 @@ class MixedPrecision(Solver):
         check_instance(self, "linear", self.linear, Solver, "a Solver of linear equations, such as GMRES()")
         check_number(self, "rtol", self.rtol, 0.0)
         check_integer(self, "max_steps", self.max_steps, 1)
+        for name, part in (("solver", self.solver), ("linear", self.linear)):
+            if part.selective:  # a correction leads to a fixed point, not to the one that it seeks
+                raise TypeError(invalid(self, name, "a Solver for maps with one fixed point", part))
 
     @property
     def aim(self) -> float:  # type: ignore[override]
@@ -158,7 +161,7 @@ class MixedPrecision(Solver):
         assert isinstance(fn, MixedMap)
         given, fine = None, torch.zeros(len(z0), dtype=torch.bool, device=z0.device)
         if not is_zero(z0):
-            given = residual_at(z0, fn(z0))
+            given = residual_at(z0, first_value(fn, z0))
             fine = given["size"] <= _COARSE * given["scale"]
             if fine.all():
                 return ResidualState(evals=1, **given)
