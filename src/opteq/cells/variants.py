@@ -125,15 +125,16 @@ class Contraction(nn.Module):
 
     def right_inverse(self, S: Tensor) -> Tensor:
         """M = (S (I - S)^-1)^1/2; eigenvalues of S at 1 begin just below."""
-        if not torch.allclose(S, S.T, atol=1e-6):
+        if S.ndim != 2 or len(S) != S.shape[1] or not torch.allclose(S, S.T, atol=1e-6):
             raise ValueError(invalid("MultivariateOptEq", "S", "symmetric", "a matrix that is not"))
-        values, vectors = torch.linalg.eigh((S + S.T) / 2)
+        wide = at_least_single(S)
+        values, vectors = torch.linalg.eigh((wide + wide.T) / 2)
         if values.min() < -1e-6 or values.max() > 1 + 1e-6:
             spread = f"[{values.min().item():.3g}, {values.max().item():.3g}]"
             raise ValueError(invalid("MultivariateOptEq", "S", "of eigenvalues in [0, 1]", spread))
         values = values.clamp(0, 1 - 1e-6)
         M: Tensor = (vectors * (values / (1 - values)).sqrt()) @ vectors.T
-        return M
+        return M.to(S.dtype)
 
 
 class MultivariateOptEq(OptEq):
