@@ -372,7 +372,7 @@ def test_half_precision(dtype):
         (lambda: Multiscale((4, 4), blocks=0), ValueError, "'blocks' parameter of Multiscale must be an integer >= 1"),
         (lambda: Multiscale((4, 4), expand=0.5), TypeError, "'expand' parameter of Multiscale must be an integer >= 1"),
         (lambda: Multiscale((4, 4), groups=True), TypeError, "'groups' parameter of Multiscale must be an integer >= 1"),
-        (lambda: Multiscale((4, 4), init="small"), ValueError, "'init' parameter of Multiscale must be 'damped' or 'mdeq'"),
+        (lambda: Multiscale((4, 4), init="small"), ValueError, "'init' parameter of Multiscale must be one of 'damped', 'mdeq'"),
     ],
 )
 def test_wrong_arguments_are_refused(make, error, message):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from opteq.batch import at_least_single
 from opteq.cells.optimization import OptEqCell, OptEqMap
-from opteq.checks import check_finite, check_floating, check_instance, check_number, invalid
+from opteq.checks import check_choice, check_finite, check_floating, check_instance, check_number, invalid
 from opteq.equilibrium import Cell
 from opteq.maps import Jacobian, Map, pullback
 from opteq.regularizers import Regularizer
@@ -203,10 +203,8 @@ class DeepOptEq(Layers):
         super().__init__(cells)
         check_instance(self, "regularizer", regularizer, (Regularizer, type(None)), "a Regularizer, such as L2(), or None")
         check_number(self, "gamma", gamma, 0.0, open_low=True)
-        if mode not in ("gradient", "prox"):
-            raise ValueError(invalid(self, "mode", "'gradient' or 'prox'", mode))
-        if evaluation not in ("batch", "none", "frozen"):
-            raise ValueError(invalid(self, "evaluation", "'batch', 'none' or 'frozen'", evaluation))
+        check_choice(self, "mode", mode, get_args(Mode))
+        check_choice(self, "evaluation", evaluation, get_args(Evaluation))
         if mode == "prox" and regularizer is not None and regularizer.prox is None:
             expected = "'gradient' for a regularizer whose prox has no closed form"
             raise ValueError(invalid(self, "mode", expected, f"'prox' with {type(regularizer).__name__}"))

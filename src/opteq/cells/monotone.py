@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.activations import Activation, find_activation
-from opteq.checks import check_instance, check_integer, check_number, check_shape, invalid
+from opteq.checks import check_choice, check_instance, check_integer, check_number, check_shape, invalid
 from opteq.equilibrium import Cell
 from opteq.operators import Conv, Dense, MonotoneOperator, Padding
 from opteq.products import linear, product
@@ -39,8 +39,7 @@ class MonotoneCell(Cell):
         for name, size in sizes.items():
             check_integer(self, name, size, 1)
         check_number(self, "m", m, 0.0, open_low=True)
-        if init not in get_args(MonotoneInit):
-            raise ValueError(invalid(self, "init", " or ".join(map(repr, get_args(MonotoneInit))), init))
+        check_choice(self, "init", init, get_args(MonotoneInit))
         self.sizes, self.m, self.init = sizes, float(m), init
         self.activation = find_activation(self, activation)
         if not self.activation.monotone or self.activation.lipschitz > 1:
@@ -153,8 +152,7 @@ class MonotoneConv(MonotoneCell):
     ) -> None:
         sizes = {"in_channels": in_channels, "channels": channels, "kernel_size": kernel_size}
         super().__init__(sizes, m, activation, init)
-        if padding not in ("zeros", "circular"):
-            raise ValueError(invalid(self, "padding", "'zeros' or 'circular'", padding))
+        check_choice(self, "padding", padding, get_args(Padding))
         self.in_channels, self.channels, self.padding = in_channels, channels, padding
         self.size = image_size(self, size)
         self.state_shape = (channels, *self.size)

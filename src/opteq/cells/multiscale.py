@@ -10,7 +10,7 @@ from torch.nn.functional import relu
 from opteq.cells.function import NetworkMap
 from opteq.cells.norms import GroupNorm
 from opteq.cells.tiers import Tiers
-from opteq.checks import check_integer, invalid
+from opteq.checks import check_choice, check_integer, invalid
 from opteq.equilibrium import Cell
 
 MultiscaleInit = Literal["damped", "mdeq"]
@@ -140,8 +140,7 @@ class Multiscale(Cell):
         self.tiers = Tiers(channels, type(self).__name__)
         for name, value in (("blocks", blocks), ("expand", expand), ("groups", groups)):
             check_integer(self, name, value, 1)
-        if init not in get_args(MultiscaleInit):
-            raise ValueError(invalid(self, "init", " or ".join(map(repr, get_args(MultiscaleInit))), init))
+        check_choice(self, "init", init, get_args(MultiscaleInit))
         self.channels = self.tiers.channels
         self.blocks, self.expand, self.groups, self.init = blocks, expand, groups, init
         self.branches = nn.ModuleList(Branch(count, blocks, expand, groups) for count in self.channels)

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import ClassVar, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from opteq.activations import Activation, find_activation
 from opteq.batch import added, begins_at_zero, blank_images, quick_images
-from opteq.checks import check_instance, check_integer, check_number, check_shape, invalid
+from opteq.checks import check_choice, check_instance, check_integer, check_number, check_shape, invalid
 from opteq.convex import ConvexMap, DualMap
 from opteq.equilibrium import Cell
 from opteq.maps import Jacobian, Map
@@ -246,8 +246,7 @@ class _ImageCell(OptEqCell):
     ) -> None:
         sizes = {"in_channels": in_channels, "channels": channels, "hidden": hidden, "kernel_size": kernel_size}
         super().__init__(sizes, activation, alpha, mu, constrained, margin)
-        if padding not in ("zeros", "circular"):
-            raise ValueError(invalid(self, "padding", "'zeros' or 'circular'", padding))
+        check_choice(self, "padding", padding, get_args(Padding))
         self.in_channels, self.channels, self.hidden = in_channels, channels, hidden
         self.kernel_size, self.padding = kernel_size, padding
         self._make_parameters()

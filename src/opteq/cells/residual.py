@@ -8,7 +8,7 @@ from torch.nn.functional import conv2d, relu
 
 from opteq.cells.function import NetworkMap
 from opteq.cells.norms import GroupNorm
-from opteq.checks import check_integer, invalid
+from opteq.checks import check_choice, check_integer, invalid
 from opteq.equilibrium import Cell
 
 ResidualInit = Literal["small", "standard"]
@@ -38,8 +38,7 @@ class Residual(Cell):
             raise ValueError(invalid(self, "kernel_size", "odd", kernel_size))
         if channels % groups or inner % groups:
             raise ValueError(invalid(self, "groups", f"a divisor of channels, {channels}, and of inner, {inner}", groups))
-        if init not in get_args(ResidualInit):
-            raise ValueError(invalid(self, "init", " or ".join(map(repr, get_args(ResidualInit))), init))
+        check_choice(self, "init", init, get_args(ResidualInit))
         self.channels, self.inner, self.kernel_size, self.groups, self.init = channels, inner, kernel_size, groups, init
         self.W1 = nn.Parameter(torch.empty(inner, channels, kernel_size, kernel_size))
         self.W2 = nn.Parameter(torch.empty(channels, inner, kernel_size, kernel_size))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from opteq.activations import find_activation
-from opteq.checks import check_integer, check_number, check_shape, invalid
+from opteq.checks import check_choice, check_integer, check_number, check_shape, invalid
 from opteq.equilibrium import Cell
 from opteq.operators import Dense
 from opteq.splitting import ActivationMap
@@ -37,8 +37,7 @@ class ScaledReLU(Cell):
         check_integer(self, "in_features", in_features, 1)
         check_integer(self, "width", width, 1)
         check_number(self, "gamma", gamma, 0.0, open_low=True)
-        if init not in get_args(ScaledReLUInit):
-            raise ValueError(invalid(self, "init", " or ".join(map(repr, get_args(ScaledReLUInit))), init))
+        check_choice(self, "init", init, get_args(ScaledReLUInit))
         self.in_features, self.width, self.gamma, self.init = in_features, width, float(gamma), init
         self.state_shape = (width,)
         self.activation = find_activation(self, "relu")
