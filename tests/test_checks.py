@@ -137,6 +137,8 @@ def test_check_floating() -> None:
         check_floating("C", "x", torch.zeros(2, dtype=torch.long))
     with pytest.raises(TypeError, match=r"must be a floating-point tensor\. Got 'ndarray' instead\.$"):
         check_floating("C", "x", np.zeros(2))
+    with pytest.raises(TypeError, match=r"^The 'x' parameter of C must be a dense tensor\. Got torch\.sparse_coo instead\.$"):
+        check_floating("C", "x", torch.eye(2).to_sparse())
 
 
 def test_check_shape() -> None:

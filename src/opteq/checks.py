@@ -75,11 +75,13 @@ def check_instance(owner: object, name: str, value: object, kind: type | tuple[t
 
 
 def check_floating(owner: object, name: str, value: object) -> None:
-    """Raise TypeError unless `value` is a tensor of real floating-point numbers."""
+    """Raise TypeError unless `value` is a dense tensor of real floating-point numbers."""
     if not isinstance(value, Tensor):
         raise TypeError(invalid(owner, name, "a floating-point tensor", type(value).__name__))
     if not value.is_floating_point():
         raise TypeError(invalid(owner, name, "a floating-point tensor", value.dtype))
+    if value.layout is not torch.strided:
+        raise TypeError(invalid(owner, name, "a dense tensor", value.layout))
 
 
 def check_shape(owner: object, name: str, value: Tensor, trailing: Sequence[int]) -> None:
