@@ -16,7 +16,7 @@ from opteq import Equilibrium, Map, Solution, Status, Stop, record
 from opteq.cells import FunctionCell, OptEq
 from opteq.equilibrium import observe
 from opteq.gradients import Implicit, Unrolled
-from opteq.linear import CG, GMRES, Neumann
+from opteq.linear import CG, GMRES, GMRESState, Neumann
 from opteq.solvers import Anderson, Broyden, Newton, Picard
 from problems import FEATURES, INPUTS, SOLVABLE, Affine, Problem, with_norm, zoo
 
@@ -578,6 +578,19 @@ def test_a_log_keeps_no_graph_and_modules_keep_nothing(captured):
 
 
 # --- the cost of a backward pass ------------------------------------------------------------------------------------------------
+
+
+def test_an_adjoint_whose_estimate_was_too_good_to_be_true_is_solved_on(monkeypatch):
+    f, x = Counted([]), randn(6, 4, seed=1)
+    layer = tight(FunctionCell(f, (4,)), gradient=Implicit(Stop(1e-8, 0.0, 200), GMRES()))
+    wanted = torch.autograd.grad(layer(x).sum(), f.A)
+    honest = GMRESState.estimate
+    monkeypatch.setattr(GMRESState, "estimate", lambda state: (1e-4 * honest(state)[0], honest(state)[1]))
+    with record() as log:
+        found = torch.autograd.grad(layer(x).sum(), f.A)
+    assert log[-1].converged.all()
+    assert (log[-1].residual <= 1e-8).all()
+    assert relative_error(found, wanted) < 1e-7
 
 
 class Counted(nn.Module):

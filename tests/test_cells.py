@@ -355,7 +355,8 @@ def test_a_constrained_cell_never_leaves_the_ball(make, margin, dtype):
     assert_in_the_ball(cell)
     scale_weights(cell, 100.0)
     assert_in_the_ball(cell)
-    assert norm_of(cell, (7, 7)) > 0.75 * cell.norm_limit  # scaled to the edge: that of images of every size
+    edge = math.sqrt((1 - margin) * cell.mu / cell.activation.lipschitz)
+    assert norm_of(cell, (7, 7)) > 0.75 * edge  # scaled to the edge: that of images of every size
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)
@@ -885,6 +886,11 @@ def test_the_gram_matrix_is_made_once_for_both_solves_and_has_derivatives_where_
     with torch.no_grad():
         assert not fn.dual().G.requires_grad
     assert fn.dual().G.requires_grad
+
+
+def test_the_dual_is_the_default_up_to_twice_as_many_hidden_units_as_features():
+    maps = [OptEq(3, 4, hidden).bind(torch.zeros(1, 3)) for hidden in (1, 8, 9)]
+    assert [default_solver(fn) == Newton() for fn in maps] == [True, True, False]
 
 
 @pytest.mark.parametrize(("low", "high", "most"), [(0.1, 0.5, 7), (0.8, 0.99, 26), (0.985, 0.99, 10), (0.9, 0.9999, 30)])
