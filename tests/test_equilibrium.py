@@ -230,6 +230,8 @@ def test_batch_norm_and_dropout_inside_f_are_refused_in_train_mode_and_fine_in_e
         layer.eval()
         assert layer.solve(x).status is Status.CONVERGED
         assert not part._forward_pre_hooks
+    part.p = 0.0  # a dropout that drops nothing
+    assert layer.train().solve(x).status is Status.CONVERGED
 
 
 def test_batch_norm_without_running_statistics_is_refused_in_eval_too():
