@@ -128,6 +128,18 @@ def test_unrolled_still_reports_nan():
     assert Status.NONFINITE not in solution.statuses[:1] + solution.statuses[2:]
 
 
+def test_unrolled_steps_from_nan_have_no_part_in_the_gradient():
+    layer, x = layer_of("tanh", Unrolled(3), on_failure="ignore")
+    x, z0 = x.clone().requires_grad_(), torch.zeros(6, FEATURES, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(layer(x).sum(), x)
+    z0[1] = torch.nan
+    solution = layer.solve(x, z0)
+    assert [status is Status.NONFINITE for status in solution.statuses] == [i == 1 for i in range(6)]
+    (found,) = torch.autograd.grad(solution.z.sum(), x)
+    wanted[1] = 0
+    assert torch.equal(found, wanted)
+
+
 # Phantom and JacobianFree
 
 

@@ -712,6 +712,24 @@ def test_a_loose_solve_takes_its_error_off_the_radius() -> None:
     assert not attacked(exact, x[sure], 0.99 * rough.radius[sure], rough.prediction[sure], 0).any()
 
 
+def test_the_error_of_a_loose_solve_grows_with_the_layers_behind_it() -> None:
+    cell = monotone(3)
+    torch.manual_seed(0)
+    middle, head = nn.Linear(10, 4).double(), nn.Linear(4, 3).double()
+    with torch.no_grad():
+        middle.weight.mul_(3)
+    x = random_matrix(30, 3, seed=1)
+    loose = Equilibrium(cell, Anderson(), Stop(rtol=0.01, max_steps=50), on_failure="ignore")
+    found = certified_radius(nn.Sequential(loose, middle, head), x)
+    with torch.no_grad():
+        z = loose(x)
+        off = svd(middle.weight) * error_bound(cell, x, z).bound
+        left = certified_predictions(head, middle(z), off).reach - off
+    assert (found.radius > 0).any()
+    expected = left.clamp(min=0) / (svd(middle.weight) * float(lipschitz_bound(cell)))
+    torch.testing.assert_close(found.radius, expected, rtol=1e-9, atol=0)
+
+
 def test_the_error_of_a_readout_on_the_way_is_taken_off_too() -> None:
     """The class of the loose model is wrong for some samples, and none of these is certified."""
     cell = gaussian(0, factor=0.5)
