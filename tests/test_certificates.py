@@ -41,6 +41,12 @@ RADII = {
     "monotone": {"R_A": 0.3, "R_U": 0.2, "R_u": 0.1},
 }
 
+BALLS = {  # which radius bounds how far a weight moves
+    "gaussian": {"W": "d", "U": "d", "a": "d"},
+    "scaled_relu": {"W": "C1", "A": "C2", "a": "C3"},
+    "monotone": {"A": "R_A", "[U b]": "R_U", "a": "R_u"},
+}
+
 
 def data(N: int, d: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
@@ -352,7 +358,15 @@ def test_a_certified_start_has_the_step_rate_and_conclusions_of_its_theorem(kind
     names = {g.quantity for g in found.guarantees}
     assert {"sigma_min Z", "norm a", "moved a"} < names
     least = now.sigma_min / (math.sqrt(2) if kind == "gaussian" else 2)
-    assert [g.bound for g in found.guarantees if g.quantity == "sigma_min Z"] == pytest.approx([least], rel=1e-9)
+    bounds = {g.quantity: g.bound for g in found.guarantees}
+    assert bounds["sigma_min Z"] == pytest.approx(least, rel=1e-9)
+    for weight, radius in BALLS[kind].items():
+        assert bounds[f"moved {weight}"] == found.radii[radius]
+        assert bounds[f"norm {weight}"] == pytest.approx(now.quantities[f"norm {weight}"] + found.radii[radius], rel=1e-9)
+    if kind == "monotone":  # what (3.16) asks of R_B
+        lU, lu, XF = bounds["norm [U b]"], bounds["norm a"], float(torch.cat([X, torch.ones(3, 1)], 1).norm())
+        path = 16 * XF * now.residual * lU * lu / (readout.cell.m * now.sigma_min) ** 2
+        assert bounds["moved B"] == pytest.approx(path, rel=1e-6)
     again = certify(readout, X, y, found.radii)
     assert again.holds
     assert again.max_step == found.max_step
@@ -405,8 +419,15 @@ def test_the_sharp_step_is_larger_and_has_the_same_conditions(kind: str) -> None
     sharp = certify(readout, X, y, printed.radii, sharp=True)
     assert sides(sharp).tolist() == sides(printed).tolist()
     assert sharp.max_step > 8 * printed.max_step
-    Z = measure(readout, X, y).quantities
-    assert sharp.max_step < 1 / Z["sigma_min Z"] ** 2
+    cell, radii = readout.cell, printed.radii
+    if kind == "gaussian":
+        size = (norm(cell.U) + radii["d"]) / (1 - norm(cell.W) - radii["d"]) * X.norm()
+    elif kind == "scaled_relu":
+        size = (norm(cell.W) + radii["C1"]) / (1 - cell.gamma * (norm(cell.A) + radii["C2"])) * X.norm()
+    else:
+        joined = torch.cat([cell.U, cell.b[:, None]], 1)
+        size = (norm(joined) + radii["R_U"]) / cell.m * torch.cat([X, torch.ones(3, 1)], 1).norm()
+    assert sharp.max_step == pytest.approx(1 / float(size) ** 2, rel=1e-9)  # 1 / ||Z||_F^2 within the radii
     assert any("sharp=True" in note for note in printed.notes)
 
 
@@ -545,14 +566,16 @@ def test_the_numbers_at_the_start_are_on_the_safe_side(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_equilibrium_that_is_not_found_certifies_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sigma_min is lowered by the distance to the equilibrium, so that a crude solve costs the certificate, not the truth."""
+    """sigma_min is lowered, and |y^ - y| raised, by the distance to the equilibrium: a crude solve costs the certificate alone."""
     X, y = data(3)
-    readout = certified(kind)
-    true = measure(readout, X, y).sigma_min
+    readout, loud = certified(kind), certified(kind)
+    loud.a.data.fill_(1.0)
+    true, residual = measure(readout, X, y).sigma_min, measure(loud, X, y).residual
     for steps in (1, 5, 20):
         crude = Equilibrium(readout.cell, stop=Stop(rtol=0.0, max_steps=steps), on_failure="ignore")
         monkeypatch.setattr("opteq.theory.certificates.start.tight_solution", lambda r, X, crude=crude: crude.solve(X))
         assert observe(readout, X, y).sigma <= true
+        assert observe(loud, X, y).r0 >= residual
     monkeypatch.setattr(
         "opteq.theory.certificates.start.tight_solution",
         lambda r, X: Equilibrium(readout.cell, stop=Stop(rtol=0.0, max_steps=1), on_failure="ignore").solve(X),
@@ -687,13 +710,20 @@ def test_a_readout_that_is_too_large_is_said_to_be(kind: str) -> None:
 def test_certified_init_finds_the_smallest_scale_and_leaves_the_original_alone(kind: str) -> None:
     X, y = data(3)
     readout = make(kind, width=40)
+    injection = {"gaussian": ("U",), "scaled_relu": ("W",), "monotone": ("U", "b")}[kind]
+    if kind == "monotone":
+        readout.cell.b.data.fill_(0.1)
     before = {name: p.detach().clone() for name, p in readout.named_parameters()}
     made = certified_init(readout, X, y)
     assert certify(made, X, y).holds
     assert all(torch.equal(p, before[name]) for name, p in readout.named_parameters())
     assert not made.a.detach().any()
+    scale = norm(getattr(made.cell, injection[0])) / norm(getattr(readout.cell, injection[0]))
+    for name, p in made.cell.named_parameters():
+        torch.testing.assert_close(p.detach(), (scale if name in injection else 1.0) * before[f"cell.{name}"])
     with torch.no_grad():
-        (made.cell.W if kind == "scaled_relu" else made.cell.U).div_(1.12)
+        for name in injection:
+            getattr(made.cell, name).div_(1.12)
     assert not certify(made, X, y).holds
 
 
