@@ -110,6 +110,8 @@ def test_the_text_names_what_was_expected_and_what_came() -> None:
     assert invalid("solve", "z0", "a tensor", 3) == "The 'z0' parameter of solve must be a tensor. Got 3 instead."
     assert invalid(Picard(), "a", "b", "c") == "The 'a' parameter of Picard must be b. Got 'c' instead."
     assert invalid("f", "a", "b", "c" * 300) == f"The 'a' parameter of f must be b. Got '{'c' * 300}' instead."
+    some = list(range(40))
+    assert invalid("f", "a", "b", some) == f"The 'a' parameter of f must be b. Got {some} instead."
     of_a_network = invalid("f", "a", "b", torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 9))
     assert "\n" not in of_a_network
     assert len(of_a_network) < 300

@@ -131,6 +131,8 @@ def test_the_root_is_the_argument_or_the_environment_or_data(tmp_path, monkeypat
     monkeypatch.setenv("OPTEQ_DATA", str(tmp_path / "elsewhere"))
     assert len(load("mnist", verify=False).train) == 30
     assert len(load("mnist", str(tmp_path / "data"), verify=False).train) == 20
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(load("mnist", "~/data", verify=False).train) == 20
     monkeypatch.setenv("OPTEQ_DATA", "")
     assert len(load("mnist", verify=False).train) == 20
 
