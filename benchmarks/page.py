@@ -54,11 +54,16 @@ limit.) Then the operations that take most of the time.
 """
 RERUN = """## Run it again
 
-    make bench                                              # everything, 1 and 2 threads: about 40 minutes
-    make bench BENCH="--quick"                              # three workloads, one thread, within two minutes
-    make bench BENCH="opteq monotone --threads 1 --json figures.json"   # pieces, added to what the file has
-    make bench BENCH="--resume --json results/benchmarks.json"          # all that the file lacks
-    python benchmarks/page.py                               # this page, from results/benchmarks.json
+```console
+$ make bench
+$ make bench BENCH="--quick"
+$ make bench BENCH="opteq monotone --threads 1 --json figures.json"
+$ make bench BENCH="--resume --json results/benchmarks.json"
+$ python benchmarks/page.py
+```
+
+Everything, on 1 and 2 threads, about 40 minutes; three workloads on one thread, within two minutes; pieces, added to what the file
+has; all that the file lacks; this page, from `results/benchmarks.json`.
 
 A file takes figures of one class of machine and one version of torch only. Run it on a machine that does nothing else.
 """
@@ -120,11 +125,11 @@ def race_lines(records: Data) -> Iterator[str]:
     races = records.get("races", [])
     peers = [peer for peer in LABELS if peer != "opteq" and any(peer in one["contestants"] | one["left_out"] for one in races)]
     rows = [
-        [escaped(one["title"]), f"{one['contestants']['opteq']['milliseconds']:.1f}", *(ratio(one, peer) for peer in peers),
-         f"{one['goal']:g}" if one["goal"] else ""]
+        [one["name"], escaped(one["title"]), f"{one['contestants']['opteq']['milliseconds']:.1f}",
+         *(ratio(one, peer) for peer in peers), f"{one['goal']:g}" if one["goal"] else ""]
         for one in races
     ]  # fmt: skip
-    yield from table(["workload", "opteq, ms", *(LABELS[peer] for peer in peers), "goal"], rows)
+    yield from table(["workload", "what it is", "opteq, ms", *(LABELS[peer] for peer in peers), "goal"], rows)
     for peer in peers:
         if found := train_ratios(records, peer):
             mean, spread = geometric_mean(list(found.values())), f"{min(found.values()):.2f} to {max(found.values()):.2f}"

@@ -345,7 +345,7 @@ def test_the_page_has_the_figures(store, tmp_path, monkeypatch, capsys):
     page.main()
     text = (tmp_path / "benchmarks.md").read_text()
     assert text == page.page(store.path.read_text())
-    assert "| opteq, \\|\\|W\\|\\| 0.99 | 10.0 | 8.00 (7.20-8.80) | misses | 2.00 (1.80-2.20) | 4 |" in text
+    assert "| opteq | opteq, \\|\\|W\\|\\| 0.99 | 10.0 | 8.00 (7.20-8.80) | misses | 2.00 (1.80-2.20) | 4 |" in text
     assert "- torchdeq, best, train steps: geometric mean 4.00, from 2.00 to 8.00, over 2 of them" in text
     assert "extrapolated" in text
     assert "`mm` 60%" in text

@@ -134,6 +134,14 @@ def test_names_in_tables_break_at_their_joints_only():
     assert hook("tables.py")(content) == wanted + "<p><code>opteq.solve</code></p>"
 
 
+def test_numbers_in_tables_do_not_break():
+    content = "<td>1e-4, 3 x 32 x 32, (2.4-2.6)</td><td><code>1e-4</code> <math>1e-4</math> a-b</td><p>1e-4</p>"
+    numbers = ["1e-4", "3 x 32 x 32", "(2.4-2.6)"]
+    one, two, three = (f'<span class="number">{number}</span>' for number in numbers)
+    wanted = f"<td>{one}, {two}, {three}</td><td><code>1e-4</code> <math>1e-4</math> a-b</td><p>1e-4</p>"
+    assert hook("tables.py")(content) == wanted
+
+
 def test_cells_of_a_table_that_would_be_squeezed_are_marked():
     cells = ["a word", "A sentence of more than thirty letters.", "<code>a_name_of_more_than_thirty_letters</code>", "name " * 21]
     found = hook("tables.py")("".join(f"<td>{cell}</td>" for cell in cells) + f"<th>{cells[1]}</th>")
