@@ -52,8 +52,11 @@ from opteq.cells import (
     DeepOptEq,
     DepthwiseOptEq,
     FunctionCell,
+    Monotone,
+    MonotoneConv,
     MultivariateOptEq,
     OptEq,
+    Residual,
     StackedOptEq,
     WideOptEq,
 )
@@ -776,6 +779,31 @@ def test_new_parameters_are_where_those_of_the_cell_are(make):
     cell = make(OptEq(INPUTS, FEATURES, 5).double().to("meta"))
     assert {p.device.type for p in cell.parameters()} == {"meta"}
     assert {p.dtype for p in cell.parameters()} == {torch.float64}
+
+
+BLANK: dict[str, Callable[[], Cell]] = {
+    "dense": lambda: OptEq(INPUTS, FEATURES, 5, constrained=True),
+    "conv": lambda: ConvOptEq(INPUTS, FEATURES, 5, constrained=True),
+    "depthwise": lambda: DepthwiseOptEq(INPUTS, FEATURES, 5, constrained=True),
+    "learnt alpha": lambda: DeepOptEq([OptEq(INPUTS, FEATURES, 5, alpha=0.5)], learn_alpha=True),
+    "affine": lambda: AffineOptEq(OptEq(INPUTS, FEATURES, 5)),
+    "multivariate": lambda: MultivariateOptEq(INPUTS, FEATURES, 5),
+    "monotone": lambda: Monotone(INPUTS, FEATURES),
+    "monotone conv": lambda: MonotoneConv(INPUTS, FEATURES, size=4),
+    "residual": lambda: Residual(FEATURES, 8, groups=4),
+}
+
+
+@pytest.mark.parametrize("make", BLANK.values(), ids=BLANK)
+def test_cells_are_made_and_shown_without_numbers_and_filled_later(make):
+    torch.manual_seed(0)
+    cell = make()
+    with torch.device("meta"):
+        blank = make()
+    assert all(p.is_meta for p in blank.parameters())
+    assert repr(blank).replace("alpha=?", "alpha=0.5") == repr(cell)
+    blank.to_empty(device="cpu").load_state_dict(cell.state_dict())
+    assert repr(blank) == repr(cell)
 
 
 # The dual form

@@ -1,6 +1,8 @@
 """Small operations on batches, one result for each sample: [batch, ...] in, batch first out."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,11 @@ def channels_together(z: Tensor) -> bool:
         return False
     channels, height, width = z.shape[1:]
     return z.stride() == (channels * height * width, 1, width * channels, channels)
+
+
+def own_precision(z: Tensor) -> AbstractContextManager[Any]:
+    """Operations in the precision of their arguments, whatever autocast says, which knows no tensors without numbers in them."""
+    return nullcontext() if z.is_meta else torch.autocast(z.device.type, enabled=False)
 
 
 def quick_images(z: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from opteq.batch import own_precision
 from opteq.checks import check_instance, check_integer, check_number, invalid
 from opteq.operators import Conv, Dense, Operator, Separable
 
@@ -262,7 +263,7 @@ def _slack(stored: torch.dtype, computed: torch.dtype, rank: int, taps: int) -> 
 
 def _at_peak(kernel: Tensor, grid: _Grid, floor: float = 0.0) -> Tensor:
     """K(w) of the group and the frequency of the grid where |K(w)| is largest, or any when all of them are below `floor`."""
-    with torch.autocast(kernel.device.type, enabled=False):  # products of less precision would let weights leave their ball
+    with own_precision(kernel):  # products of less precision would let weights leave their ball
         peak = torch.ops.opteq.peak(kernel.detach(), grid.rows, grid.columns, floor)
         group, row, column = _places(peak[None], grid.rows, grid.columns)
         block = kernel.index_select(0, group).flatten(-2)[0]  # [hidden, channels, taps]
@@ -320,6 +321,7 @@ def _peak_of_each(info: Any, in_dims: Any, kernel: Tensor, rows: int, columns: i
 _LIBRARY = torch.library.Library("opteq", "FRAGMENT")
 _LIBRARY.define("peak(Tensor kernel, int rows, int columns, float floor) -> Tensor")
 _LIBRARY.impl("peak", _peak, "CompositeExplicitAutograd")
+_LIBRARY.impl("peak", _peak_shape, "Meta")
 torch.library.register_fake("opteq::peak", _peak_shape, lib=_LIBRARY)
 torch.library.register_vmap("opteq::peak", _peak_of_each, lib=_LIBRARY)
 

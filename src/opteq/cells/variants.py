@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from opteq.batch import at_least_single
+from opteq.batch import at_least_single, own_precision
 from opteq.cells.optimization import OptEq, OptEqMap, blend
 from opteq.checks import check_instance, invalid
 from opteq.equilibrium import Cell
@@ -75,7 +75,7 @@ class AffineOptEq(Cell):
 
     def bind(self, x: Tensor) -> AffineMap:
         dtype = self.promoted(x)
-        with torch.autocast(self.t.device.type, enabled=False):  # rounded to less, A would not be orthogonal
+        with own_precision(self.t):  # rounded to less, A would not be orthogonal
             A = self.A.to(dtype)
             inverse = A.T if self.orthogonal else torch.linalg.inv(at_least_single(A)).to(dtype)
         return AffineMap(self.cell.bind(x.to(dtype)), A, inverse, self.t.to(dtype), self.orthogonal)
@@ -119,12 +119,14 @@ class Contraction(nn.Module):
     def forward(self, M: Tensor) -> Tensor:
         wide = at_least_single(M)
         eye = torch.eye(M.shape[0], dtype=wide.dtype, device=M.device)
-        with torch.autocast(M.device.type, enabled=False):  # rounded to less, S could have eigenvalues below 0
+        with own_precision(M):  # rounded to less, S could have eigenvalues below 0
             S: Tensor = eye - torch.linalg.inv(eye + wide @ wide.T)
         return ((S + S.T) / 2).to(M.dtype)
 
     def right_inverse(self, S: Tensor) -> Tensor:
         """M = (S (I - S)^-1)^1/2; eigenvalues of S at 1 begin just below."""
+        if S.is_meta:  # no numbers to check
+            return torch.empty_like(S)
         if S.ndim != 2 or len(S) != S.shape[1] or not torch.allclose(S, S.T, atol=1e-6):
             raise ValueError(invalid("MultivariateOptEq", "S", "symmetric", "a matrix that is not"))
         wide = at_least_single(S)
