@@ -163,14 +163,15 @@ def kernel_lines(data: Data) -> Iterator[str]:
         yield f"## Tangent kernel, {threads(count)}\n\n{escaped(one['title'])}, to 1e-12. `empirical_ntk` against torch.func: by"
         yield "`adjoint`, vmap of a vjp with the adjoint equilibrium written by hand; by `jacrev`, vmap of jacrev through plain"
         yield "iteration. The Jacobians of all samples take 14 MB each at width 1000, so torch.func is measured at small N, and"
-        yield f"its time at N = {one['N']} is **extrapolated**, by a power law and by a N + b N^2; the smaller ratio is given.\n"
+        yield f"its time at N = {one['N']} is **extrapolated**, by a power law, by a N + b N^2 and in proportion to N; the smallest"
+        yield "ratio is given.\n"
         rows = [
             [str(point["N"]), way, f"{point['milliseconds']:.0f}", f"{row['milliseconds']:.0f}", str(Ratio(**row["over_opteq"])),
              scientific(row["difference"])]
             for point in one["points"] for way, row in point["torch_func"].items()
         ]  # fmt: skip
         for way, row in one["extrapolated"].items():
-            low, high = sorted((row["power_law"], row["linear_and_square"]))
+            low, _, high = sorted(row[law] for law in ("power_law", "linear_and_square", "linear"))
             guess = f"{low:.0f} to {high:.0f}, extrapolated"
             rows.append([str(one["N"]), way, f"{one['milliseconds']:.0f}", guess, f"{row['over_opteq']:.1f}, extrapolated", ""])
         yield from table(["N", "torch.func", "opteq, ms", "torch.func, ms", "ratio", "relative difference"], rows)

@@ -78,7 +78,11 @@ def test_an_extrapolation_gives_the_smaller_ratio():
     found = others.extrapolated([10, 20, 40], [20.0 + 10, 40.0 + 40, 80.0 + 160], 1000, 100.0)  # 2 N + N^2 / 10
     assert found["linear_and_square"] == pytest.approx(2 * 1000 + 0.1 * 1000**2)
     assert found["power_law"] < found["linear_and_square"]
-    assert found["over_opteq"] == pytest.approx(found["power_law"] / 100)
+    assert found["linear"] == pytest.approx(240 / 40 * 1000)
+    assert found["linear"] < found["power_law"]
+    assert found["over_opteq"] == pytest.approx(found["linear"] / 100)
+    cheaper = others.extrapolated([10, 20, 40], [v**0.9 for v in (10, 20, 40)], 1000, 100.0)
+    assert cheaper["over_opteq"] == pytest.approx(cheaper["power_law"] / 100)
 
 
 def test_a_curve_of_two_points_has_no_law():
