@@ -62,7 +62,7 @@ $ make bench BENCH="--resume --json results/benchmarks.json"
 $ python benchmarks/page.py
 ```
 
-Everything, on 1 and 2 threads, about 40 minutes; three workloads on one thread, within two minutes; pieces, added to what the file
+Everything, on 1 and 2 threads, 20 to 40 minutes; three workloads on one thread, within two minutes; pieces, added to what the file
 has; all that the file lacks; this page, from `results/benchmarks.json`.
 
 A file takes figures of one class of machine and one version of torch only. Run it on a machine that does nothing else.
