@@ -166,6 +166,20 @@ def test_the_linearisation_of_a_nonlinear_map(derived: bool, transposed: bool) -
     assert torch.allclose(equation.linearize(z).vjp(v), torch.einsum("bij,bi->bj", M, v))
 
 
+@pytest.mark.parametrize(("transposed", "most"), [(True, 1), (False, 2)], ids=["adjoint", "tangent"])
+def test_a_map_is_linearised_once_however_many_products_follow(transposed: bool, most: int) -> None:
+    base, calls = uneven_tanh(batch=5, n=6), []
+
+    def f(z: Tensor) -> Tensor:
+        calls.append(z)
+        return base(z)
+
+    g = torch.ones(5, 6, dtype=f64)
+    found = solve(LinearizedMap(CallableMap(f), transposed, g / 2, g), zeros(g), GMRES(brisk=0), TIGHT).raise_if_failed()
+    assert found.evals > most
+    assert len(calls) <= most
+
+
 @dataclass(frozen=True)
 class Derived(TanhMap):
     def linearize(self, z: Tensor) -> Jacobian:

@@ -5,7 +5,7 @@ M is the Jacobian of a map, or its transpose, known by its products only.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar, Self
 
 import torch
@@ -88,16 +88,21 @@ def _linearized(fn: Map, z: Tensor) -> Jacobian:
     """J at z, inside of a solve by a graph where f has no closed form: torch.func refuses backward hooks and old Functions in f."""
     if type(fn).linearize is not Map.linearize or torch.is_grad_enabled() or is_transformed(z):
         return fn.linearize(z)
-    with torch.enable_grad():
-        point = z.detach().requires_grad_()
-        value = fn(point)
+
+    @cache  # made when first needed
+    def graph() -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            point = z.detach().requires_grad_()
+            return point, fn(point)
 
     def vjp(v: Tensor) -> Tensor:
+        point, value = graph()
         if not value.requires_grad:
             return torch.zeros_like(v)
         return torch.autograd.grad(value, point, v, retain_graph=True, materialize_grads=True)[0]
 
-    return Jacobian(jvp=lambda v: fn.linearize(z).jvp(v), vjp=vjp, symmetric=fn.symmetric)
+    automatic = cache(lambda: fn.linearize(z))
+    return Jacobian(jvp=lambda v: automatic().jvp(v), vjp=vjp, symmetric=fn.symmetric)
 
 
 def linear_solver(fn: Map) -> "CG | GMRES":
