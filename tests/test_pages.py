@@ -134,12 +134,26 @@ def test_names_in_tables_break_at_their_joints_only():
     assert hook("tables.py")(content) == wanted + "<p><code>opteq.solve</code></p>"
 
 
-def test_numbers_in_tables_do_not_break():
-    content = "<td>1e-4, 3 x 32 x 32, (2.4-2.6)</td><td><code>1e-4</code> <math>1e-4</math> a-b</td><p>1e-4</p>"
-    numbers = ["1e-4", "3 x 32 x 32", "(2.4-2.6)"]
-    one, two, three = (f'<span class="number">{number}</span>' for number in numbers)
-    wanted = f"<td>{one}, {two}, {three}</td><td><code>1e-4</code> <math>1e-4</math> a-b</td><p>1e-4</p>"
-    assert hook("tables.py")(content) == wanted
+def test_numbers_and_options_stay_on_one_line():
+    numbers = ["1e-4", "3 x 32 x 32", "(2.4-2.6)", "1,024 + 16", "-2.1 ± 0.1", "m = 64"]
+    wanted = ", ".join(f'<span class="whole">{number}</span>' for number in numbers)
+    for tag in ("td", "p"):
+        assert hook("lines.py")(f"<{tag}>{', '.join(numbers)}</{tag}>") == f"<{tag}>{wanted}</{tag}>"
+    code = "<p><code>opteq train --data.root runs/a-b</code></p>"
+    option, folder = '<span class="whole">--data.root</span>', '<span class="whole">runs/a-b</span>'
+    assert hook("lines.py")(code) == f"<p><code>opteq train {option} {folder}</code></p>"
+    commands = '<div class="language-console highlight"><pre><code>ls a-b</code></pre></div>'
+    assert hook("lines.py")(commands) == commands.replace("a-b", '<span class="whole">a-b</span>')
+    as_it_is = '<pre><code>1e-4 a-b</code></pre><math><mn>1e-4</mn></math><a href="m = 64">x</a>'
+    assert hook("lines.py")(as_it_is) == as_it_is
+
+
+def test_names_in_code_that_are_too_long_for_a_telephone_break_at_their_joints():
+    name = "src/opteq/experiments/opteq_table6_7.py"
+    assert hook("lines.py")(f"<p><code>{name}</code> {name}</p>") == (
+        f"<p><code>src/<wbr>opteq/<wbr>experiments/<wbr>opteq_<wbr>table6_7.py</code> {name}</p>"
+    )
+    assert hook("lines.py")("<p><code>opteq.theory.certificates</code></p>") == "<p><code>opteq.theory.certificates</code></p>"
 
 
 def test_cells_of_a_table_that_would_be_squeezed_are_marked():

@@ -1,13 +1,20 @@
 """MkDocs hook: what stays on one line, and where long names may break.
 
-Numbers such as 1e-4, 3 x 32 x 32 and 2.1 ± 0.1, values such as m = 64, and words with hyphens in inline code and in commands, such
-as --data.root, do not break. Names there that a telephone has no room for may break after a dot, a slash or an underscore.
+Numbers such as 1e-4, 3 x 32 x 32, (2.49-2.66) and 2.1 ± 0.1, values such as m = 64, and words with hyphens in inline code and in
+commands, such as --data.root, do not break. Names there that a telephone has no room for may break after a dot, a slash or an
+underscore.
 """
 
 import re
 from typing import Any
 
-NUMBER = r"[+-]?\d[\d.]* ± [\d.]+|\d+(?: x \d+)+|\b[A-Za-z]{1,5} = -?\d[\d.]*(?:e[+-]?\d+)?|-?\d[\d.]*e-\d+"
+NUMBER = "|".join([
+    r"[+-]?\d[\d.]* ± [\d.]+",
+    r"\([\d.]+-[\d.]+\)",  # a range
+    r"\d+(?:,\d+)*(?: [x+] \d+(?:,\d+)*)+",  # a size, or a sum
+    r"\b[A-Za-z]{1,5} = -?\d[\d.]*(?:e[+-]?\d+)?",
+    r"-?\d[\d.]*e-\d+",
+])  # fmt: skip
 PART = re.compile(
     r'<div class="language-console[^>]*>(?P<console>.*?</pre>)|'
     rf"<(?P<left>pre|math|svg)\b.*?</(?P=left)>|<code>(?P<code>[^<]*)</code>|<[^>]*>|(?P<number>{NUMBER})",

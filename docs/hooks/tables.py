@@ -1,8 +1,8 @@
 r"""MkDocs hook: code and sentences in tables.
 
 `\|` is a pipe, as it is on code hosts; Python-Markdown leaves the backslash there. Long names (20 letters) may break after a dot, a
-slash or an underscore, and nowhere else. Numbers such as 1e-4, (2.49-2.66) and 3 x 32 x 32 do not break. Cells with a sentence or
-many names in them are marked, so that they are not squeezed to a word a line.
+slash or an underscore, and nowhere else. Cells with a sentence or many names in them are marked, so that they are not squeezed to a
+word a line.
 """
 
 import re
@@ -12,10 +12,8 @@ CELL = re.compile(r"<t([dh])\b.*?</t\1>", re.DOTALL)
 CODE = re.compile(r"<code>[^<]*</code>")
 NAME = re.compile(r"[^\s<>]{20,}")
 BREAK = re.compile(r"(?<=\w{3}[./_]|.[a-z:]::)(?=[A-Za-z]{3})")
-NUMBER = r"\([\d.]+-[\d.]+\)|\d+(?:,\d+)*(?: [x+] \d+(?:,\d+)*)+|\d[\d.]*e-\d+"  # a range, a size or a sum, a power of ten
 NO_PROSE = re.compile(r"<(math|code).*?</\1>|<[^>]*>", re.DOTALL)
 TAG = re.compile(r"<[^>]*>")
-NO_PROSE_OR_NUMBER = re.compile(rf"{NO_PROSE.pattern}|(?P<number>{NUMBER})", re.DOTALL)
 LONG, LONGER = 30, 100  # characters: of prose; of prose and code
 
 
@@ -23,7 +21,7 @@ def on_page_content(content: str, **_: Any) -> str:
     """The page without these backslashes, with these breaks and marks."""
 
     def cell(found: re.Match[str]) -> str:
-        return marked(whole_numbers(CODE.sub(joints, found[0])))
+        return marked(CODE.sub(joints, found[0]))
 
     return CELL.sub(cell, content)
 
@@ -31,11 +29,6 @@ def on_page_content(content: str, **_: Any) -> str:
 def joints(code: re.Match[str]) -> str:
     """The code with its pipes, and with breaks in its long names."""
     return NAME.sub(lambda name: BREAK.sub("<wbr>", name[0]), code[0].replace(r"\|", "|"))
-
-
-def whole_numbers(cell: str) -> str:
-    """The cell, in which numbers outside of code and formulas stay on one line."""
-    return NO_PROSE_OR_NUMBER.sub(lambda part: f'<span class="number">{part[0]}</span>' if part["number"] else part[0], cell)
 
 
 def marked(cell: str) -> str:
