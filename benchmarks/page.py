@@ -172,7 +172,7 @@ def kernel_lines(data: Data) -> Iterator[str]:
         ]  # fmt: skip
         for way, row in one["extrapolated"].items():
             low, _, high = sorted(row[law] for law in ("power_law", "linear_and_square", "linear"))
-            guess = f"{low:.0f} to {high:.0f}, extrapolated"
+            guess = f"{low:,.0f} to {high:,.0f}, extrapolated"
             rows.append([str(one["N"]), way, f"{one['milliseconds']:.0f}", guess, f"{row['over_opteq']:.1f}, extrapolated", ""])
         yield from table(["N", "torch.func", "opteq, ms", "torch.func, ms", "ratio", "relative difference"], rows)
 
