@@ -116,11 +116,14 @@ def test_a_section_says_what_was_measured_and_why_it_was_not_shown():
             "bad": {
                 "claim": "It is, too.",
                 "shown": False,
-                "measured": {"y": {"value": None, "at_least": 1, "at_most": 2.0, "shown": False}},
+                "measured": {
+                    "y": {"value": None, "at_least": 1, "at_most": 2.0, "shown": False},
+                    "z": {"value": 161670.0, "at_most": 0.5, "shown": False},
+                },
             },
             "open": {"claim": "Who knows.", "shown": None, "measured": {}, "reason": "no time"},
         },
-        "tables": {"A table": {"columns": ["a", "|b|"], "rows": [["x", 1.23456], [None, 7]]}},
+        "tables": {"A table": {"columns": ["a", "|b|"], "rows": [["x", 1.23456], [None, 7], [True, 12345], [9999, 12345.6]]}},
         "series": {},
     }
 
@@ -134,9 +137,10 @@ def test_a_section_says_what_was_measured_and_why_it_was_not_shown():
     for part in (
         "## name\n\nAbout.\n\nOf \\|x\\|\\_2 and `a|b_c`.\n",
         "**Shown:** It is.\n\n- x: 0.1235, must be at most 1\n",
-        "**Not shown:** It is, too. *The reason.*\n\n- y: unknown, must be at least 1 and at most 2 **(is not)**\n",
+        "**Not shown:** It is, too. *The reason.*\n\n- y: unknown, must be at least 1 and at most 2\n",
+        "- z: 161,670, must be at most 0.5 **(is not)**\n",
         "**Not testable:** Who knows. *no time*\n",
-        "A table:\n\n| a | \\|b\\| |\n|---|---|\n| x | 1.235 |\n|  | 7 |\n",
+        "A table:\n\n| a | \\|b\\| |\n|---|---|\n| x | 1.235 |\n|  | 7 |\n| True | 12,345 |\n| 9999 | 1.235e+04 |\n",
         "![name](figures/name.png)",
         "Preset `small`, seed 3, 3.0 minutes of computing in all by 2 processes at a time, 2 cores (x86_64), no GPU, "
         "opteq 0.1.0, torch 2.13.0.",

@@ -93,6 +93,23 @@ def test_the_papers_own_numbers_show_its_claims_on_unrolling_and_others_do_not(r
     assert {name for name, measured in found.items() if not shown(measured)} == expected
 
 
+def test_the_memory_of_an_implicit_step_is_measured_at_every_tolerance(monkeypatch):
+    monkeypatch.setattr(table8, "TOLERANCES", (1e-1, 1e-6))
+    model = tiny()
+    part, before = data.Split(batch(), torch.tensor([0, 1, 2])), model.equilibrium.stop
+    pair = model, data.Dataset("test", part, part, classes=("a", "b", "c"))
+    found = table8.memories(table8.Config(batch=3), {"implicit, 1e-3": pair, "K = 5": pair})
+    assert found.keys() == {"implicit, 1e-3"}
+    loose, tight = found["implicit, 1e-3"]
+    assert loose["tolerance"] == 1e-1
+    assert loose["evaluations"] < tight["evaluations"]
+    assert min(loose["bytes"], tight["bytes"]) > 0
+    assert model.equilibrium.stop == before
+    rows = table8.remembered(found)["rows"]
+    assert rows == [[one["tolerance"], one["evaluations"], one["bytes"] / 1e6] for one in (loose, tight)]
+    assert table8.remembered({})["rows"] == []
+
+
 # --- table 9 --------------------------------------------------------------------------------------------------------------------
 
 

@@ -111,7 +111,7 @@ def claim_lines(one: Mapping[str, Any], reason: str) -> Iterator[str]:
     """A claim, its verdict, the reason where it is not shown, and what was measured."""
     yield f"**{verdict(one).capitalize()}:** {escaped(one['claim'])}" + (f" *{escaped(reason)}*" if reason else "") + "\n"
     for what, measured in one["measured"].items():
-        mark = "" if measured["shown"] else " **(is not)**"
+        mark = " **(is not)**" if not measured["shown"] and measured["value"] is not None else ""
         yield f"- {escaped(what)}: {number(measured['value'])}, must be {bounds(measured)}{mark}"
     if one["measured"]:
         yield ""
@@ -134,7 +134,9 @@ def table_lines(table: Mapping[str, Any]) -> Iterator[str]:
 
 def cell(value: Any) -> str:
     """An entry of a table."""
-    return "" if value is None else number(value) if isinstance(value, float) else escaped(str(value))
+    if isinstance(value, float) or type(value) is int:
+        return number(value)
+    return "" if value is None else escaped(str(value))
 
 
 def escaped(text: str) -> str:
@@ -144,8 +146,12 @@ def escaped(text: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """With 4 significant digits; what is no number was lost on the way."""
-    return "unknown" if value is None else f"{value:.4g}"
+    """With 4 significant digits, or all of those of a whole number; what is no number was lost on the way."""
+    if value is None:
+        return "unknown"
+    if 10_000 <= abs(value) < 1e12 and value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def provenance(result: Result) -> Iterator[str]:
