@@ -66,7 +66,7 @@ def test_monotone_weights_are_drawn_by_name(init):
 
 @pytest.mark.parametrize("make", [ScaledReLU, Monotone, lambda d, n, init: MonotoneConv(d, n, 4, init=init)])
 def test_unknown_initialisations_are_refused(make):
-    with pytest.raises(ValueError, match=r"The 'init' parameter of \w+ must be '.*' or '.*'. Got 'xavier' instead."):
+    with pytest.raises(ValueError, match=r"The 'init' parameter of \w+ must be one of '\w+', '.*'. Got 'xavier' instead."):
         make(3, 4, init="xavier")
 
 
