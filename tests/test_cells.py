@@ -644,6 +644,11 @@ def test_multivariate_keeps_S_symmetric_between_0_and_I():
             cell.S = wrong
     with pytest.raises(ValueError, match=r"'S' parameter of MultivariateOptEq must be of eigenvalues in \[0, 1\]"):
         cell.S = 2 * torch.eye(5, dtype=torch.float64)
+    Q = torch.linalg.qr(random_matrix(32, 32, seed=3)[:, :16])[0]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # a projection, rounded
+        wide = MultivariateOptEq(INPUTS, FEATURES, 32).to(dtype)
+        wide.S = (Q @ Q.T).to(dtype)
+        torch.testing.assert_close(wide.S.detach().double(), Q @ Q.T, rtol=0, atol=4 * torch.finfo(dtype).eps + 1e-3)
     half = cell.to(torch.bfloat16)
     half.S = torch.eye(5, dtype=torch.bfloat16) / 4
     torch.testing.assert_close(half.S.detach(), torch.eye(5, dtype=torch.bfloat16) / 4)
@@ -800,6 +805,7 @@ def test_cells_are_made_and_shown_without_numbers_and_filled_later(make):
     cell = make()
     with torch.device("meta"):
         blank = make()
+        assert type(cell).__name__ in repr(blank)
     assert all(p.is_meta for p in blank.parameters())
     assert repr(blank).replace("alpha=?", "alpha=0.5") == repr(cell)
     blank.to_empty(device="cpu").load_state_dict(cell.state_dict())

@@ -166,7 +166,19 @@ def test_the_linearisation_of_a_nonlinear_map(derived: bool, transposed: bool) -
     assert torch.allclose(equation.linearize(z).vjp(v), torch.einsum("bij,bi->bj", M, v))
 
 
-@pytest.mark.parametrize(("transposed", "most"), [(True, 1), (False, 2)], ids=["adjoint", "tangent"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["tangent", "adjoint"])
+@pytest.mark.parametrize("inside", [False, True], ids=["made there", "inside"])
+def test_inference_mode_linearises_too(inside: bool, transposed: bool) -> None:
+    base = uneven_tanh(batch=5, n=6)
+    with torch.inference_mode():
+        z, g = torch.full((5, 6), 0.5, dtype=f64), torch.ones(5, 6, dtype=f64)
+    J = torch.autograd.functional.jacobian(lambda y: base(y).sum(0), z.clone()).permute(1, 0, 2)
+    with torch.inference_mode(inside):
+        found = solve(LinearizedMap(Derived(base.W, base.u), transposed, z, g), torch.zeros_like(g), GMRES(), TIGHT)
+        assert distance(found.z, exact(J, g.clone(), transposed)) <= 1e-9
+
+
+@pytest.mark.parametrize(("transposed", "most"), [(True, 1), (False, 1)], ids=["adjoint", "tangent"])
 def test_a_map_is_linearised_once_however_many_products_follow(transposed: bool, most: int) -> None:
     base, calls = uneven_tanh(batch=5, n=6), []
 

@@ -135,7 +135,7 @@ def test_names_in_tables_break_at_their_joints_only():
 
 
 def test_numbers_and_options_stay_on_one_line():
-    numbers = ["1e-4", "3 x 32 x 32", "(2.4-2.6)", "1,024 + 16", "-2.1 ± 0.1", "m = 64"]
+    numbers = ["1e-4", "3 x 32 x 32", "(2.4-2.6)", "1,024 + 16", "-2.1 ± 0.1", "m = 64", "N = 1,000", "1 + 1e-3"]
     wanted = ", ".join(f'<span class="whole">{number}</span>' for number in numbers)
     for tag in ("td", "p"):
         assert hook("lines.py")(f"<{tag}>{', '.join(numbers)}</{tag}>") == f"<{tag}>{wanted}</{tag}>"

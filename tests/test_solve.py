@@ -1,8 +1,8 @@
 import math
 import pickle
 from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -102,15 +102,20 @@ def test_raise_if_failed_passes_a_good_solution_on_and_names_the_remedy_of_a_bad
     assert "The worst relative residual is unknown" in undefined.explain()
 
 
-@pytest.mark.parametrize("again", [copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "again", [copy, deepcopy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "deepcopy", "pickle"]
+)
 def test_an_error_goes_from_a_process_to_another_with_its_solution(again: Callable[[object], ConvergenceError]) -> None:
     found = solve(lambda z: 0.99 * z + 1, zeros(2, 3), Picard(), Stop(max_steps=5))
+    found = replace(found, z=found.z * torch.ones(1, requires_grad=True))  # with derivatives, as a layer gives it
     error = ConvergenceError(found.explain(), found)
     error.add_note("in the third layer")
     sent = again(error)
     assert (str(sent), sent.__notes__) == (str(error), ["in the third layer"])
     assert torch.equal(sent.solution.z, found.z)
     assert sent.solution.statuses == found.statuses
+    assert not sent.solution.z.requires_grad
+    assert error.solution is found
 
 
 def test_the_absolute_tolerance_counts_too() -> None:

@@ -8,11 +8,12 @@ underscore.
 import re
 from typing import Any
 
+VALUE = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?"
 NUMBER = "|".join([
-    r"[+-]?\d[\d.]* ± [\d.]+",
-    r"\([\d.]+-[\d.]+\)",  # a range
-    r"\d+(?:,\d+)*(?: [x+] \d+(?:,\d+)*)+",  # a size, or a sum
-    r"\b[A-Za-z]{1,5} = -?\d[\d.]*(?:e[+-]?\d+)?",
+    rf"[+-]?{VALUE} ± {VALUE}",
+    rf"\({VALUE}-{VALUE}\)",  # a range
+    rf"{VALUE}(?: [x+] {VALUE})+",  # a size, or a sum
+    rf"\b[A-Za-z]{{1,5}} = -?{VALUE}",
     r"-?\d[\d.]*e-\d+",
 ])  # fmt: skip
 PART = re.compile(

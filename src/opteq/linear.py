@@ -85,8 +85,12 @@ class LinearizedMap(Map):
 
 
 def _linearized(fn: Map, z: Tensor) -> Jacobian:
-    """J at z, inside of a solve by a graph where f has no closed form: torch.func refuses backward hooks and old Functions in f."""
-    if type(fn).linearize is not Map.linearize or torch.is_grad_enabled() or is_transformed(z):
+    """J at z, inside of a solve by a graph where f has no closed form: torch.func refuses backward hooks and old Functions in f.
+
+    In inference mode, and of tensors made there, there is no graph.
+    """
+    plain = torch.is_grad_enabled() or is_transformed(z) or torch.is_inference_mode_enabled() or z.is_inference()
+    if type(fn).linearize is not Map.linearize or plain:
         return fn.linearize(z)
 
     @cache  # made when first needed

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -68,15 +69,9 @@ class Map(Tree, ABC):
 
     def linearize(self, z: Tensor) -> Jacobian:
         """The Jacobian at z, by automatic differentiation; maps with structure override this with closed forms."""
-        pull = pullback(self, z)
-        pushes: list[Pullback] = []  # J'v is linear in v, so its own transpose is J; made when first needed
-
-        def jvp(v: Tensor) -> Tensor:
-            if not pushes:
-                pushes.append(pullback(lambda w: pullback(self, z)(w)[0], torch.zeros_like(z)))
-            return pushes[0](v)[0]
-
-        return Jacobian(jvp=jvp, vjp=lambda v: pull(v)[0], symmetric=self.symmetric)
+        pull = cache(lambda: pullback(self, z))  # made when first needed; J'v is linear in v, so its own transpose is J
+        push = cache(lambda: pullback(lambda w: pullback(self, z)(w)[0], torch.zeros_like(z)))
+        return Jacobian(jvp=lambda v: push()(v)[0], vjp=lambda v: pull()(v)[0], symmetric=self.symmetric)
 
     def begin(self, z0: Tensor) -> Tensor:
         """f(z0); maps that know f(0) without a product override this."""

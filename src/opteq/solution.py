@@ -1,7 +1,7 @@
 """When to stop and what was found: Stop, Solution, a Status for each sample."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Self
 
@@ -191,8 +191,9 @@ class ConvergenceError(RuntimeError):
         self.solution = solution
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With the solution, so that it can be copied, and sent from a process to another."""
-        return type(self), (*self.args, self.solution), vars(self)
+        """With the solution, but for its derivatives, so that it can be copied, and sent from a process to another."""
+        plain = replace(self.solution, z=self.solution.z.detach())
+        return type(self), (*self.args, plain), {name: value for name, value in vars(self).items() if name != "solution"}
 
 
 def relative(size: Tensor, scale: Tensor) -> Tensor:

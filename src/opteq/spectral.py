@@ -321,7 +321,6 @@ def _peak_of_each(info: Any, in_dims: Any, kernel: Tensor, rows: int, columns: i
 _LIBRARY = torch.library.Library("opteq", "FRAGMENT")
 _LIBRARY.define("peak(Tensor kernel, int rows, int columns, float floor) -> Tensor")
 _LIBRARY.impl("peak", _peak, "CompositeExplicitAutograd")
-_LIBRARY.impl("peak", _peak_shape, "Meta")
 torch.library.register_fake("opteq::peak", _peak_shape, lib=_LIBRARY)
 torch.library.register_vmap("opteq::peak", _peak_of_each, lib=_LIBRARY)
 

@@ -146,7 +146,8 @@ class OptEqCell(Cell):
 
     def extra_repr(self) -> str:
         values = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        alpha = "?" if isinstance(self.alpha, Tensor) and self.alpha.is_meta else f"{torch.as_tensor(self.alpha).item():g}"
+        value = self.alpha.detach() if isinstance(self.alpha, Tensor) else self.alpha
+        alpha = "?" if isinstance(value, Tensor) and value.is_meta else f"{float(value):g}"
         limit = f", constrained=True, margin={self.margin:g}" if self.constrained else ""
         return f"{values}, activation={self.activation.name}, alpha={alpha}, mu={self.mu:g}{limit}"
 

@@ -127,14 +127,17 @@ class Contraction(nn.Module):
         """M = (S (I - S)^-1)^1/2; eigenvalues of S at 1 begin just below."""
         if S.is_meta:  # no numbers to check
             return torch.empty_like(S)
-        if S.ndim != 2 or len(S) != S.shape[1] or not torch.allclose(S, S.T, atol=1e-6):
-            raise ValueError(invalid("MultivariateOptEq", "S", "symmetric", "a matrix that is not"))
         wide = at_least_single(S)
+        eps = torch.finfo(S.dtype).eps / 2 + 8 * torch.finfo(wide.dtype).eps  # of the numbers, and of what follows
+        rounding = max(1e-6, S.numel() ** 0.25 * eps)  # times |S|_F <= sqrt(hidden)
+        if S.ndim != 2 or len(S) != S.shape[1] or not torch.allclose(wide, wide.T, atol=rounding):
+            raise ValueError(invalid("MultivariateOptEq", "S", "symmetric", "a matrix that is not"))
         values, vectors = torch.linalg.eigh((wide + wide.T) / 2)
-        if values.min() < -1e-6 or values.max() > 1 + 1e-6:
-            spread = f"[{values.min().item():.3g}, {values.max().item():.3g}]"
+        if values.min() < -rounding or values.max() > 1 + rounding:
+            spread = f"[{values.min().item():.3g}, 1 + {values.max().item() - 1:.3g}]"
             raise ValueError(invalid("MultivariateOptEq", "S", "of eigenvalues in [0, 1]", spread))
-        values = values.clamp(0, 1 - 1e-6)
+        below = max(1e-6, torch.finfo(S.dtype).eps, torch.finfo(wide.dtype).eps ** 0.5)  # |M|^2 is 1 over it: more would be lost
+        values = values.clamp(0, 1 - below)
         M: Tensor = (vectors * (values / (1 - values)).sqrt()) @ vectors.T
         return M.to(S.dtype)
 

@@ -45,12 +45,11 @@ def advance(fn: DualForm, state: DualNewtonState, forcing: float, inner_steps: i
     active = state.rest == 0
     delta, products = _newton_step(fn, state, active, forcing, inner_steps)
     trial = _evaluate(fn, state.a + delta)
-    worse = active & ~(trial.size <= _RISE * state.best)
+    worse = active & ~(trial.size <= _RISE * state.best) & ~state.error.isnan()  # no length helps a sample of NaN
     stuck = torch.zeros_like(worse)
     products += 1
     if worse.any():
-        rows = (worse & ~state.error.isnan()).nonzero()[:, 0]  # no length helps a sample of NaN
-        trial, stuck, tries = _shortened(fn, state, delta, trial, rows)
+        trial, stuck, tries = _shortened(fn, state, delta, trial, worse.nonzero()[:, 0])
         products += tries
     fell = trial.size < state.best
     modes = _modes(state, active, fell, stuck)
