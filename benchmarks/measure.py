@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from opteq.products import product
 
@@ -56,16 +59,56 @@ def cores(run: Callable[[], Any]) -> float:
     return (time.process_time() - worked) / (time.perf_counter() - begun)
 
 
-def product_flops(rows: Sequence[int], *others: Any, out_shape: Sequence[int], **_: Any) -> int:
+class Work(TorchDispatchMode):
+    """What a call asks of the machine: operations of matrix products and convolutions by dtype, and how often torch is called.
+
+    Calls that are no products are large if they read or write 8,192 numbers or more: that then takes longer than the call itself.
+    Not for inference mode, in which torch does not say of what its operations are made.
+    """
+
+    LARGE = 2**13
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[torch.dtype] = Counter()
+        self.products = self.large = self.small = 0  # calls
+
+    @classmethod
+    def of(cls, run: Callable[[], Any]) -> "Work":
+        with cls() as work:
+            run()
+        return work
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)]
+        if (count := FLOPS.get(func.overloadpacket)) is not None:
+            self.products += 1
+            self.flops[tensors[-1].dtype] += count(*args, **kwargs, out_val=out)
+        elif not func.is_view and max((one.numel() for one in tensors), default=0) >= self.LARGE:
+            self.large += 1
+        else:
+            self.small += 1
+        return out
+
+    def calls(self) -> dict[str, int]:
+        return {"products": self.products, "large": self.large, "small": self.small}
+
+    def share(self, seconds: Sequence[float], rates: Mapping[torch.dtype, Sequence[float]]) -> float:
+        """The part of the time that the products would take at these rates, turn by turn; 1 at most, for rates have noise."""
+        limit = [sum(count / rates[dtype][turn] for dtype, count in self.flops.items()) for turn in range(len(seconds))]
+        return min(1.0, Ratio.of(limit, seconds).median)
+
+
+def product_flops(rows: torch.Tensor, *others: Any, out_val: torch.Tensor, **_: Any) -> int:
     """Of oneDNN's product, which torch does not count."""
-    return int(2 * np.prod(rows) * out_shape[-1])
+    return 2 * rows.numel() * out_val.shape[-1]
 
 
-def flops(run: Callable[[], Any]) -> int:
-    """Floating-point operations of the matrix products and convolutions of a call."""
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.mkldnn._linear_pointwise: product_flops}) as counter:
-        run()
-    return counter.get_total_flops()
+FLOPS: dict[Any, Callable[..., int]] = dict(flop_registry)
+if torch.backends.mkldnn.is_available():
+    FLOPS[torch.ops.mkldnn._linear_pointwise] = product_flops
 
 
 def operations(run: Callable[[], Any], most: int = 6) -> dict[str, float]:
@@ -81,13 +124,23 @@ def operations(run: Callable[[], Any], most: int = 6) -> dict[str, float]:
 class Gemm:
     """The product of square matrices, by `torch.mm` or, where that is faster, oneDNN: the limit that the machine sets."""
 
-    def __init__(self, dtype: torch.dtype, side: int = 1024) -> None:
+    def __init__(self, dtype: torch.dtype, side: int = 960) -> None:
         torch.manual_seed(0)
         self.a, self.operations = torch.randn(side, side, dtype=dtype), 2 * side**3
 
     def __call__(self) -> torch.Tensor:
         with torch.no_grad():
             return product(self.a, self.a)
+
+
+def beside_gemm(
+    contestants: Mapping[str, Callable[[], Any]], rounds: int
+) -> tuple[dict[str, list[float]], dict[torch.dtype, list[float]]]:
+    """The seconds of the contestants, and the operations a second of products in float32 and float64 in the same turns."""
+    limits = {dtype: Gemm(dtype) for dtype in (torch.float32, torch.float64)}
+    times = interleaved({**contestants, **{str(dtype): limit for dtype, limit in limits.items()}}, rounds)
+    rates = {dtype: [limit.operations / seconds for seconds in times.pop(str(dtype))] for dtype, limit in limits.items()}
+    return times, rates
 
 
 # --- laws -----------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from contest import ours
-from measure import Ratio, import_seconds, interleaved, line, linear_and_square, power_law
+from measure import Ratio, Work, import_seconds, interleaved, line, linear_and_square, power_law
 from races import field
 from tangent import Kernel
 from workloads import Problem, monotone, one_layer
@@ -35,11 +35,15 @@ def overhead(rounds: int) -> list[dict[str, Any]]:
             for _ in range(count):
                 fn(z0)
 
+        whole = partial(solve, fn, z0, solver, stop)
         with torch.no_grad():
-            times = interleaved({"solve": partial(solve, fn, z0, solver, stop), "f": bare}, rounds)
-        ratio = asdict(Ratio.of(times["solve"], times["f"]))
+            times = interleaved({"solve": whole, "f": bare}, rounds)
+            calls, own = Work.of(whole).calls(), Work.of(bare).calls()
         name = type(solver).__name__
-        found.append({"name": name, "title": f"{problem.title}: {name}", "evaluations": evals, "over_bare_f": ratio})
+        record = {"name": name, "title": f"{problem.title}: {name}", "evaluations": evals}
+        record["over_bare_f"] = asdict(Ratio.of(times["solve"], times["f"]))
+        record["beside_f"] = {kind: (count - own[kind]) / evals for kind, count in calls.items()}  # calls an evaluation
+        found.append(record)
     return found
 
 
@@ -85,6 +89,7 @@ def kernel(rounds: int, small: Iterable[int] = (10, 20, 40), large: int = 1000, 
         "rounds": rounds,
         "N": large,
         "milliseconds": own,
+        "share_of_gemm": Kernel(width, large).share(rounds),
         "points": points,
         "extrapolated": {way: extrapolated([one["N"] for one in points], times, large, own) for way, times in ways.items()},
     }

@@ -12,7 +12,7 @@ from typing import Any
 from figure import figure
 from measure import Ratio
 from show import LABELS, law, scientific
-from summary import Data, Goal, geometric_mean, goals, train_ratios
+from summary import Data, Goal, geometric_mean, goals, reachable, train_ratios
 
 from opteq.diagnostics.drawing import save
 from opteq.experiments._harness import digest
@@ -46,11 +46,13 @@ workload. Such places are not part of its mean.
 """
 BOUNDS = """## What bounds opteq
 
-The rate of its matrix products and convolutions over all of its time, as a share of what the product of two 1024 x 1024 matrices
-reaches in the same run (in float32 on AMD's processors by oneDNN, which is twice as fast on some of them as `torch.mm`; else by
-`torch.mm`). "At the limit": the ratio to torchdeq's best if opteq made the same products at that rate and nothing else took time:
-where that is below the goal, the number of products is the bound. (In float64 most of them are made in float32, so that this is no
-limit.) Then the operations that take most of the time.
+Its calls of PyTorch: matrix products and convolutions; others that read or write 8,192 numbers or more, which are large; and the
+small rest, most of which take one to three microseconds each, with the Python around them. "Share of mm": the part of its time that
+the products would take at the rates that the product of two 960 x 960 matrices reaches in the same turns, in float64 and in float32
+(there on AMD's processors by oneDNN, which is twice as fast on some of them as `torch.mm`; else by `torch.mm`). "At the limit": the
+ratio to torchdeq's best if opteq made the same products at those rates and nothing else took time: where that is below the goal,
+the number of products is the bound; where it is not, it is the other calls, and products that run below those rates. Then the
+operations that take most of the time.
 """
 RERUN = """## Run it again
 
@@ -112,12 +114,14 @@ def provenance(data: Data) -> str:
 def goal_lines(data: Data) -> Iterator[str]:
     """What was to be reached."""
     found = list(goals(data))
-    yield f"## Goals\n\n{sum(one.met for one in found)} of {len(found)} are met.\n"
-    yield from table(["what", "goal", "measured", ""], [goal_row(one) for one in found])
+    met = sum(one.met for one in found)
+    yield f"## Goals\n\n{met} of {len(found)} are met. What is in the way of the others is explained below.\n"
+    yield from table(["what", "goal", "measured", "", "what is in the way"], [goal_row(one) for one in found])
 
 
 def goal_row(one: Goal) -> list[str]:
-    return [escaped(one.what), escaped(one.goal), escaped(one.measured), "met" if one.met else "**missed**"]
+    verdict = ["met", ""] if one.met else ["**missed**", escaped(one.bound)]
+    return [escaped(one.what), escaped(one.goal), escaped(one.measured), *verdict]
 
 
 def race_lines(records: Data) -> Iterator[str]:
@@ -180,12 +184,15 @@ def kernel_lines(data: Data) -> Iterator[str]:
 def overhead_lines(data: Data) -> Iterator[str]:
     """What solvers cost beyond f."""
     rows = [
-        [escaped(one["title"]), threads(count), str(one["evaluations"]), str(Ratio(**one["over_bare_f"]))]
+        [escaped(one["title"]), threads(count), str(one["evaluations"]), str(Ratio(**one["over_bare_f"])),
+         *(f"{round(one['beside_f'][kind], 1) + 0:g}" for kind in ("products", "large", "small"))]
         for count, one in of_kind(data, "overheads")
-    ]
+    ]  # fmt: skip
     if rows:
-        yield "## Overhead of the solvers\n\nThe time of a solve over that of as many bare evaluations of f:\n"
-        yield from table(["", "", "evaluations", "solve / bare f"], rows)
+        yield "## Overhead of the solvers\n\nThe time of a solve over that of as many bare evaluations of f; and the calls of"
+        yield "PyTorch that it makes for each of them beside those of f, of the kinds that are explained below. (Newton counts the"
+        yield "products of the dual as evaluations, each of which is one product where f takes two.)\n"
+        yield from table(["", "", "evaluations", "solve / bare f", "products", "large calls", "small calls"], rows)
 
 
 def memory_lines(data: Data) -> Iterator[str]:
@@ -216,18 +223,16 @@ def bound_lines(data: Data) -> Iterator[str]:
     """How much of the machine opteq uses, and on what its time goes."""
     rows = []
     for count, one in of_kind(data, "races"):
-        share, goal = one["contestants"]["opteq"]["share_of_gemm"], f"{one['goal']:g}" if one["goal"] else ""
+        own, best = one["contestants"]["opteq"], one["contestants"].get("torchdeq")
+        reach = f"{reachable(best['over_opteq']['median'], own['share_of_gemm']):.2f}" if best else ""
+        limits = [f"{own['share_of_gemm']:.0%}", reach, f"{one['goal']:g}" if one["goal"] else ""]
         spent = ", ".join(f"`{key}` {part:.0%}" for key, part in one["operations"].items())
-        rows.append([one["name"], threads(count), str(one["evaluations"]), f"{share:.0%}", reachable(one), goal, spent])
+        calls = [str(own["calls"][kind]) for kind in ("products", "large", "small")]
+        rows.append([one["name"], threads(count), str(one["evaluations"]), *calls, *limits, spent])
     if rows:
         yield BOUNDS
-        yield from table(["workload", "", "evaluations, forward", "share of mm", "at the limit", "goal", "operations"], rows)
-
-
-def reachable(one: dict[str, Any]) -> str:
-    """The ratio to the best of torchdeq if nothing but the products took time."""
-    share, other = one["contestants"]["opteq"]["share_of_gemm"], one["contestants"].get("torchdeq")
-    return "" if other is None or "f64" in one["name"] else f"{other['over_opteq']['median'] / share:.2f}"
+        columns = ["evaluations, forward", "products", "large calls", "small calls", "share of mm", "at the limit", "goal"]
+        yield from table(["workload", "", *columns, "operations"], rows)
 
 
 def readme(data: Data) -> str:

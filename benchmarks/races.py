@@ -12,7 +12,7 @@ import peer_jax
 import peer_torchdeq
 import torch
 from contest import Contestant, LeftOut, ours, unrolled
-from measure import Gemm, Ratio, cores, flops, interleaved, operations
+from measure import Ratio, Work, beside_gemm, cores, operations
 from workloads import Problem, deep, gaussian, mixed, monotone, one_layer
 
 from opteq.experiments._measuring import peak_bytes
@@ -79,11 +79,10 @@ def race(problem: Problem, rounds: int, peers: tuple[str, ...]) -> dict[str, Any
     contestants, left_out = field(problem, peers)
     first = {(name.split("-")[0], one.settings): name for name, one in reversed(contestants.items())}
     same = {name: first[name.split("-")[0], one.settings] for name, one in contestants.items()}  # the best may be the usual
-    limit = Gemm(problem.x.dtype)
-    times = interleaved({name: contestants[name].run for name in same.values()} | {"torch.mm": limit}, rounds)
+    runs = {name: contestants[name].run for name in same.values()}
+    times, rates = beside_gemm(runs, rounds)
     same |= overtaken(same, times)
-    rate = [limit.operations / seconds for seconds in times["torch.mm"]]
-    rows = {name: row(problem, contestants[name], times[name], times["opteq"], rate) for name in dict.fromkeys(same.values())}
+    rows = {name: row(problem, contestants[name], times[name], times["opteq"], rates) for name in dict.fromkeys(same.values())}
     return {
         "title": problem.title,
         "train": problem.train,
@@ -103,9 +102,12 @@ def overtaken(same: dict[str, str], times: dict[str, list[float]]) -> dict[str, 
     return {"torchdeq": min(usual, key=lambda name: median(times[name]))} if "torchdeq" in same else {}
 
 
-def row(problem: Problem, one: Contestant, own: list[float], opteq: list[float], rate: list[float]) -> dict[str, Any]:
+def row(
+    problem: Problem, one: Contestant, own: list[float], opteq: list[float], rates: dict[torch.dtype, list[float]]
+) -> dict[str, Any]:
     """What a contestant took, and what it reached: None is what cannot be seen."""
     z, state = one.result(), problem.cell.initial(problem.x)
+    work = Work.of(one.run) if one.in_torch else None
     return {
         "settings": one.settings,
         "milliseconds": 1e3 * median(own),
@@ -114,5 +116,6 @@ def row(problem: Problem, one: Contestant, own: list[float], opteq: list[float],
         "gradient_error": problem.gradient_error() if problem.train else None,
         "cores": cores(one.run),
         "states": peak_bytes(one.run) / (state.numel() * state.element_size()) if one.in_torch else None,
-        "share_of_gemm": Ratio.of([flops(one.run) / t for t in own], rate).median if one.in_torch else None,
+        "share_of_gemm": work.share(own, rates) if work else None,
+        "calls": work.calls() if work else None,
     }

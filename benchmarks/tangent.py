@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from measure import Ratio, interleaved
+from measure import Ratio, Work, beside_gemm, interleaved
 from torch import Tensor
 from torch.func import jacrev, vjp, vmap
 from torch.nn.functional import relu
@@ -46,6 +46,11 @@ class Kernel:
     def alone(self, rounds: int) -> float:
         """Milliseconds of ours."""
         return 1e3 * median(interleaved({"opteq": self.ours}, rounds)["opteq"])
+
+    def share(self, rounds: int) -> float:
+        """The part of them that its products would take at the machine's limit."""
+        times, rates = beside_gemm({"opteq": self.ours}, rounds)
+        return Work.of(self.ours).share(times["opteq"], rates)
 
     def against_torch_func(self, rounds: int) -> dict[str, Any]:
         """Times in turn, and how far the kernels are from ours."""

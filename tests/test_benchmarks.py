@@ -53,9 +53,44 @@ def test_contestants_take_turns_and_the_first_turn_does_not_count():
     assert [len(found) for found in times.values()] == [3, 3]
 
 
-def test_flops_are_those_of_the_products():
-    a, b = torch.randn(3, 5), torch.randn(5, 7)
-    assert measure.flops(lambda: a @ b) == 2 * 3 * 5 * 7
+def test_work_is_that_of_the_products_by_dtype_and_the_calls():
+    a, b, large = torch.randn(3, 5), torch.randn(5, 7), torch.zeros(measure.Work.LARGE)
+    images, kernels = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+
+    def run():
+        torch.nn.functional.conv2d(images, kernels)
+        a.double() @ b.double()
+        return a @ b, a.T, large[None], large + 1
+
+    work = measure.Work.of(run)
+    conv = 2 * (2 * 4 * 6 * 6) * (3 * 3 * 3)
+    assert work.flops == {torch.float32: 2 * 3 * 5 * 7 + conv, torch.float64: 2 * 3 * 5 * 7}
+    assert work.calls() == {"products": 3, "large": 1, "small": 4}  # two conversions, and two views, however large
+
+
+def test_work_counts_the_products_of_a_backward_pass():
+    a, W = torch.randn(64, 256), torch.randn(256, 256, requires_grad=True)
+    work = measure.Work.of(lambda: measure.product(a, W).sum().backward())
+    assert work.flops == {torch.float32: 2 * 2 * 64 * 256 * 256}
+    assert work.products == 2
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+def test_work_counts_the_products_of_onednn():
+    a, B = torch.randn(3, 5), torch.randn(7, 5)
+    work = measure.Work.of(lambda: torch.ops.mkldnn._linear_pointwise(a, B, None, "none", [], ""))
+    assert work.flops == {torch.float32: 2 * 3 * 5 * 7}
+
+
+def test_the_share_is_of_each_turn():
+    work = measure.Work()
+    work.flops.update({torch.float64: 100, torch.float32: 300})
+    rates = {torch.float64: [10.0, 20.0, 10.0], torch.float32: [100.0, 100.0, 150.0]}  # 13, 8 and 12 s at the limit
+    assert work.share([16.25, 10.0, 20.0], rates) == pytest.approx(0.8)
+    assert work.share([1.0, 1.0, 1.0], rates) == 1
+    times, rates = measure.beside_gemm({"a": lambda: None}, 2)
+    assert (list(times), list(rates)) == (["a"], [torch.float32, torch.float64])
+    assert all(len(found) == 2 and min(found) > 0 for found in rates.values())
 
 
 def test_the_shares_of_the_operations_add_up_to_at_most_one():
@@ -223,6 +258,7 @@ def test_the_record_of_the_kernel():
     for point in found["points"]:
         assert all(row["difference"] < 1e-9 for row in point["torch_func"].values())
     assert set(found["extrapolated"]) == {"adjoint", "jacrev"}
+    assert 0 < found["share_of_gemm"] < 1
     assert others.kernel_curve(1, (2, 3, 4), 16)["lines"]["opteq"]["law"] is not None
 
 
@@ -251,7 +287,8 @@ def test_a_curve_changes_what_it_says(name, size):
 def row(ratio: float, gradient: float | None = 1e-5, states: float | None = 10.0) -> dict:
     spread = {"median": ratio, "low": 0.9 * ratio, "high": 1.1 * ratio}
     return {"settings": f"set {ratio}", "milliseconds": 10 * ratio, "over_opteq": spread, "residual": 1e-5,
-            "gradient_error": gradient, "cores": 1.0, "states": states, "share_of_gemm": states and 0.5}  # fmt: skip
+            "gradient_error": gradient, "cores": 1.0, "states": states, "share_of_gemm": states and 0.5,
+            "calls": states and {"products": 20, "large": 300, "small": 4000}}  # fmt: skip
 
 
 def raced(name: str, ratio: float, goal: float | None, train: bool = True) -> dict:
@@ -273,6 +310,7 @@ def store(tmp_path) -> Store:
         "title": "OptEq: Picard",
         "evaluations": 9,
         "over_bare_f": {"median": 1.2, "low": 1.1, "high": 1.3},
+        "beside_f": {"products": 0.46, "large": 5.63, "small": 24.2},
     }
     found.put(1, "overheads", "overhead", overhead)
     points = [{"tolerance": tol, "evaluations": 9, "states": states} for tol, states in ((1e-2, 11.0), (1e-8, 11.5))]
@@ -336,6 +374,34 @@ def test_means_and_goals(store):
     assert not found["solve time / bare f, Picard, 1 thread"].met
     assert found["states in memory, opteq"].met
     assert found["import opteq after torch"].met
+
+
+def test_a_missed_goal_says_what_is_in_the_way(store):
+    store.put(1, "races", "deep", raced("deep", 5.0, 8))
+    found = {one.what: one for one in summary.goals(store.data)}
+    limited = "the number of products: with nothing but these, at the machine's limit, it would be 4.00 x"
+    beside = (
+        "300 large and 4000 small calls of PyTorch beside the products, which at the machine's limit would take 50% of the time"
+    )
+    assert found["monotone, ||W|| 0.99, 1 thread"].bound == limited
+    assert found["deep, ||W|| 0.99, 1 thread"].bound == found["smallest ratio (mixed), 1 thread"].bound == beside
+    overhead = "an evaluation comes with 0.5 products, 5.6 large and 24.2 small calls of PyTorch beside those of f"
+    assert found["solve time / bare f, Picard, 1 thread"].bound == overhead
+    assert all(one.bound for one in found.values() if not one.met and one.goal.endswith(" x"))
+    text = page.page(store.path.read_text())
+    assert f"| 8 x | 2.00 x | **missed** | {limited} |" in text
+    assert "| 4 x | 8.00 x | met |  |" in text
+    assert "| opteq | 1 thread | 12 | 20 | 300 | 4000 | 50% | 16.00 | 4 | `mm` 60% |" in text
+    assert "| OptEq: Picard | 1 thread | 9 | 1.20 (1.10-1.30) | 0.5 | 5.6 | 24.2 |" in text
+
+
+def test_the_mean_is_bound_by_the_mean_of_the_shares(store):
+    for share, name in ((0.25, "opteq"), (1.0, "monotone")):
+        next(one for one in store.records(1)["races"] if one["name"] == name)["contestants"]["opteq"]["share_of_gemm"] = share
+    store.records(1)["races"][0]["contestants"]["torchdeq"]["over_opteq"]["median"] = 4.5
+    found = {one.what: one for one in summary.goals(store.data)}["geometric mean over train steps, 1 thread"]
+    assert (found.measured, found.met) == ("3.00 x", False)  # of 4.5 and 2, which are 18 and 2 at the limit
+    assert found.bound == "what is done beside the products, which at the machine's limit would take 50% of the time"
 
 
 def test_memory_that_grows_is_no_goal_met():
