@@ -122,7 +122,10 @@ def operations(run: Callable[[], Any], most: int = 6) -> dict[str, float]:
 
 
 class Gemm:
-    """The product of square matrices, by `torch.mm` or, where that is faster, oneDNN: the limit that the machine sets."""
+    """The product of square matrices, by `torch.mm` or, where that is faster, oneDNN: the limit that the machine sets.
+
+    Of six sides from 768 to 1152, 960 came within 1.2% of the highest rate or had it where this was tried; 1024 had up to 12% less.
+    """
 
     def __init__(self, dtype: torch.dtype, side: int = 960) -> None:
         torch.manual_seed(0)

@@ -51,8 +51,9 @@ small rest, most of which take one to three microseconds each, with the Python a
 the products would take at the rates that the product of two 960 x 960 matrices reaches in the same turns, in float64 and in float32
 (there on AMD's processors by oneDNN, which is twice as fast on some of them as `torch.mm`; else by `torch.mm`). "At the limit": the
 ratio to torchdeq's best if opteq made the same products at those rates and nothing else took time: where that is below the goal,
-the number of products is the bound; where it is not, it is the other calls, and products that run below those rates. Then the
-operations that take most of the time.
+the number of products is the bound; where it is not, it is the other calls, and products that run below those rates. Rates have
+noise: a share above 100% is cut there, and then says no more than that hardly anything but products takes time. Then the operations
+that take most of the time in one profiled call, in which a pause of Python may weigh much.
 """
 RERUN = """## Run it again
 

@@ -44,6 +44,7 @@ def bound(found: float, goal: float, share: float, beside: str = "what is done")
 
 
 def calls(counts: dict[str, float]) -> str:
+    """The calls of PyTorch that are no products, in words."""
     return f"{counts['large']:g} large and {counts['small']:g} small calls of PyTorch"
 
 
@@ -78,6 +79,7 @@ def race_goals(records: Data, where: str) -> Iterator[Goal]:
 
 
 def race_bound(one: dict[str, Any], goal: float) -> str:
+    """What keeps a workload from its goal."""
     own, other = one["contestants"]["opteq"], one["contestants"][one["against"]]
     return bound(other["over_opteq"]["median"], goal, own["share_of_gemm"], calls(own["calls"]))
 
